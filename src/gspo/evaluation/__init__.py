@@ -1,0 +1,1 @@
+"""How good is the policy on prompts it is not trained on?"""

@@ -1,0 +1,1 @@
+"""The model being trained: loading, attention over packed groups, the forward pass and its check at start."""

@@ -1,0 +1,130 @@
+"""The run directory: what is written, and how it is read back.
+
+    config.toml  environment.json  log.txt
+    metrics.jsonl   one line an iteration       rollouts/ITERATION.jsonl   its answers
+    eval.jsonl      one line an evaluation      evals/ITERATION.jsonl      its answers
+    checkpoints/ITERATION/
+
+Strict JSON everywhere: NaN and infinities become null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gspo.errors import ConfigError, DataError
+
+
+class RunDirectory:
+    """One run's files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, parent: str | Path, name: str) -> RunDirectory:
+        """Make a new run folder ``parent/name``; a number is added when that is taken, so no run is overwritten.
+
+        Raises ConfigError when the folder cannot be written.
+        """
+        parent = Path(parent).expanduser()
+        number = 1
+        while True:
+            path = parent / (name if number == 1 else f"{name}-{number}")
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                if parent.exists() and not parent.is_dir():
+                    raise ConfigError(f"run.directory: {parent} is a file, not a folder. Choose another one.") from None
+                number += 1
+                continue
+            except OSError as error:
+                raise ConfigError(
+                    f"run.directory: the run folder {path} cannot be made: {error.strerror}. Choose a writable folder "
+                    "with --run.directory."
+                ) from None
+            (path / "checkpoints").mkdir()
+            return cls(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def write_environment(self, facts: Mapping[str, Any]) -> None:
+        (self.path / "environment.json").write_text(to_json(facts, indent=2) + "\n", encoding="utf-8")
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        _append(self.path / "metrics.jsonl", [line])
+
+    def append_eval(self, line: Mapping[str, Any], answers: Iterable[Mapping[str, Any]]) -> None:
+        """The line of eval.jsonl, and its answers in a file of their own."""
+        self._write_rows(Path("evals") / f"{line['iteration']}.jsonl", answers)
+        _append(self.path / "eval.jsonl", [line])
+
+    def write_rollouts(self, iteration: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        self._write_rows(Path("rollouts") / f"{iteration}.jsonl", rows)
+
+    def _write_rows(self, name: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+        text = "".join(to_json(row) + "\n" for row in rows)
+        (self.path / name).parent.mkdir(exist_ok=True)
+        (self.path / name).write_text(text, encoding="utf-8")
+
+    def log(self, text: str) -> None:
+        with (self.path / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_jsonl(self.path / "metrics.jsonl")
+
+    def evals(self) -> list[dict[str, Any]]:
+        return read_jsonl(self.path / "eval.jsonl")
+
+    def eval_answers(self, iteration: int) -> list[dict[str, Any]]:
+        return read_jsonl(self.path / "evals" / f"{iteration}.jsonl")
+
+    def rollouts(self, iteration: int) -> list[dict[str, Any]]:
+        return read_jsonl(self.path / "rollouts" / f"{iteration}.jsonl")
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Strict JSON; what JSON has no number for becomes null."""
+    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if value is None or isinstance(value, (str, int)):
+        return value
+    return str(value)
+
+
+def _append(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """One write, flushed to disk: a killed run leaves whole lines."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(to_json(line) + "\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSON-lines file, empty if there is none. Raises DataError naming the line that is not JSON."""
+    if not path.exists():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {number} is not valid JSON: {error.msg}.") from None
+    return rows

@@ -1,0 +1,94 @@
+"""What sampling needs, put together from a config: model, chat format, engine, task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gspo.chat import ChatFormat, end_token_ids
+from gspo.config import Config
+from gspo.engines.base import Engine, Sampling
+from gspo.engines.native import NativeEngine
+from gspo.errors import ConfigError, DataError
+from gspo.policy.forward import choose_attention
+from gspo.policy.load import Policy, load_policy, resolve_dtype
+from gspo.tasks import Task, load_task
+from gspo.types import Prompt
+
+
+@dataclass
+class System:
+    """The parts of a run that exist before training starts. ``facts`` are lines for the user."""
+
+    policy: Policy
+    chat: ChatFormat
+    engine: Engine
+    task: Task
+    facts: list[str]
+
+    def sampling(self, config: Config, temperature: float) -> Sampling:
+        should_stop = self.chat.ends_with_stop if self.chat.stop else None
+        return Sampling(config.rollout.max_tokens, temperature, self.chat.end_token_ids, should_stop)
+
+
+def load_system(config: Config) -> System:
+    """Load everything; raises ConfigError, DataError or RewardError before any work is lost."""
+    task = load_task(config)
+    policy = load_policy(config.model)
+    facts = [
+        f"model: {policy.name}, {policy.num_parameters / 1e6:.0f}M parameters, computing in "
+        f"{str(policy.dtype).removeprefix('torch.')}, weights and optimizer in float32"
+    ]
+    longest = config.task.max_prompt_tokens + config.rollout.max_tokens
+    if longest > policy.context_length:
+        raise ConfigError(
+            f"task.max_prompt_tokens + rollout.max_tokens = {longest} is more than the model's context of "
+            f"{policy.context_length} tokens. Lower one of them."
+        )
+    chat = ChatFormat(
+        policy.tokenizer,
+        system_prompt=config.task.system_prompt,
+        use_template=config.task.chat,
+        skip_special_tokens=config.rollout.skip_special_tokens,
+        stop=config.rollout.stop,
+        end_token_ids=end_token_ids(policy.tokenizer, policy.model.generation_config),
+    )
+    facts.append(choose_attention(policy, config.model.attention))
+    engine = _engine(config, policy)
+    facts.append(
+        f"sampling: temperature {config.rollout.temperature:g}, top_p 1, top_k off, at most "
+        f"{config.rollout.max_tokens} tokens (the model's own generation settings are not used)"
+    )
+    return System(policy, chat, engine, task, facts)
+
+
+def _engine(config: Config, policy: Policy) -> Engine:
+    dtype = policy.dtype if config.engine.dtype == "auto" else resolve_dtype(config.engine.dtype)
+    if dtype == policy.dtype:
+        return NativeEngine(policy, max_batch=config.engine.max_batch)
+    return NativeEngine(copy_policy(policy, dtype), owner=policy, max_batch=config.engine.max_batch)
+
+
+def copy_policy(policy: Policy, dtype: torch.dtype) -> Policy:
+    """A second model with the same weights, frozen."""
+    model = type(policy.model)(policy.model.config)
+    model.load_state_dict(policy.model.state_dict())
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+        parameter.requires_grad_(False)
+    model.to(policy.device).eval()
+    return Policy(model, policy.tokenizer, policy.name, dtype, policy.attention)
+
+
+def encode_all(chat: ChatFormat, prompts: Sequence[Prompt], limit: int) -> list[tuple[Prompt, list[int]]]:
+    """Prompts with their token ids; those longer than ``limit`` are left out."""
+    encoded = [(prompt, chat.encode(prompt)) for prompt in prompts]
+    kept = [(prompt, ids) for prompt, ids in encoded if len(ids) <= limit]
+    if prompts and not kept:
+        raise DataError(
+            f"All {len(prompts)} prompts are longer than task.max_prompt_tokens = {limit} (the shortest has "
+            f"{min(len(ids) for _, ids in encoded)} tokens). Raise task.max_prompt_tokens."
+        )
+    return kept

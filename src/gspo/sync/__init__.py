@@ -1,0 +1,1 @@
+"""Policy -> engine weights, and the probe that proves they arrived."""

@@ -1,0 +1,1 @@
+"""From rollouts to better weights: optimizer, trainer, checkpoints and the loop."""

@@ -73,7 +73,7 @@ class ChatFormat:
         if not self.stop:
             return False
         longest = max(len(stop) for stop in self.stop)
-        tail = self.tokenizer.decode(list(token_ids[-(longest + 4) :]), skip_special_tokens=False)
+        tail = self.tokenizer.decode(list(token_ids[-(longest + 4) :]), skip_special_tokens=self.skip_special_tokens)
         return any(stop in tail for stop in self.stop)
 
     def _one_bos(self, ids: list[int], prompt: Prompt) -> list[int]:

@@ -64,6 +64,12 @@ class Policy:
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Compute in ``dtype`` from now on. Parameters only: rotary tables and other buffers stay float32."""
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        self.dtype = dtype
+
     @contextmanager
     def attention_implementation(self, name: str) -> Iterator[None]:
         """Attention function by registry name, for the calls inside the block."""
@@ -77,7 +83,7 @@ class Policy:
 
 
 def load_policy(config: ModelConfig) -> Policy:
-    """Load weights and tokenizer on the CPU, or on CUDA when there is one.
+    """Load weights, in float32, and tokenizer; on the CPU, or on CUDA when there is one.
 
     Raises ConfigError when the path names nothing that can be loaded, with what was tried.
     """
@@ -89,13 +95,9 @@ def load_policy(config: ModelConfig) -> Policy:
         model, tokenizer = _load(config)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # never used to tell padding from content: masks do that
-    dtype = resolve_dtype(config.dtype)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)  # parameters only: rotary tables stay float32
-        parameter.requires_grad_(True)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    model.eval()  # dropout off in every pass: old and new log-probabilities must come from the same function
-    return Policy(model, tokenizer, config.path, dtype, "plain" if config.attention == "plain" else "grouped")
+    model.eval()
+    return Policy(model, tokenizer, config.path, torch.float32)
 
 
 def resolve_dtype(name: str) -> torch.dtype:

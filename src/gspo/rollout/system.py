@@ -37,9 +37,12 @@ def load_system(config: Config) -> System:
     """Load everything; raises ConfigError, DataError or RewardError before any work is lost."""
     task = load_task(config)
     policy = load_policy(config.model)
+    attention = choose_attention(policy, config.model.attention)
+    policy.cast(resolve_dtype(config.model.dtype))
     facts = [
         f"model: {policy.name}, {policy.num_parameters / 1e6:.0f}M parameters, computing in "
-        f"{str(policy.dtype).removeprefix('torch.')}, weights and optimizer in float32"
+        f"{str(policy.dtype).removeprefix('torch.')}, weights and optimizer in float32",
+        attention,
     ]
     longest = config.task.max_prompt_tokens + config.rollout.max_tokens
     if longest > policy.context_length:
@@ -55,7 +58,6 @@ def load_system(config: Config) -> System:
         stop=config.rollout.stop,
         end_token_ids=end_token_ids(policy.tokenizer, policy.model.generation_config),
     )
-    facts.append(choose_attention(policy, config.model.attention))
     engine = _engine(config, policy)
     facts.append(
         f"sampling: temperature {config.rollout.temperature:g}, top_p 1, top_k off, at most "
@@ -75,11 +77,10 @@ def copy_policy(policy: Policy, dtype: torch.dtype) -> Policy:
     """A second model with the same weights, frozen."""
     model = type(policy.model)(policy.model.config)
     model.load_state_dict(policy.model.state_dict())
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-        parameter.requires_grad_(False)
-    model.to(policy.device).eval()
-    return Policy(model, policy.tokenizer, policy.name, dtype, policy.attention)
+    model.to(policy.device).eval().requires_grad_(False)
+    copy = Policy(model, policy.tokenizer, policy.name, policy.dtype, policy.attention)
+    copy.cast(dtype)
+    return copy
 
 
 def encode_all(chat: ChatFormat, prompts: Sequence[Prompt], limit: int) -> list[tuple[Prompt, list[int]]]:

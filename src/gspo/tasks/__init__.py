@@ -1,0 +1,6 @@
+"""What is asked and how it is judged."""
+
+from gspo.tasks.rewards import RewardSuite, Score
+from gspo.tasks.task import PromptSource, Task, load_task
+
+__all__ = ["PromptSource", "RewardSuite", "Score", "Task", "load_task"]

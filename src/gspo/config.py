@@ -370,6 +370,12 @@ def _check_rollout(config: Config) -> None:
             "the mass already gives 0.8 at every token, and every sequence is clipped). Use top_p = 1, top_k = 0, and "
             "the temperature to sharpen sampling."
         )
+    longest = config.task.max_prompt_tokens + rollout.max_tokens
+    if longest > config.batch.max_tokens:
+        raise ConfigError(
+            f"batch.max_tokens = {config.batch.max_tokens} cannot hold one row: task.max_prompt_tokens + "
+            f"rollout.max_tokens = {longest}. Raise batch.max_tokens or lower one of them."
+        )
     if "" in rollout.stop:
         raise ConfigError("rollout.stop holds an empty string, which would end every answer at once; remove it.")
 

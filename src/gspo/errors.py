@@ -19,7 +19,7 @@ class DataError(GspoError, ValueError):
 
 
 class RewardError(GspoError, RuntimeError):
-    """A reward function cannot be imported, raised, or returned something that is not a list of scores."""
+    """A reward function raised, or returned something that is not one score an answer."""
 
 
 class EngineError(GspoError, RuntimeError):

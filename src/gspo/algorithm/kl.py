@@ -56,11 +56,11 @@ def kl_penalty(
     Shapes and ``num_sequences`` as in ``gspo.algorithm.objectives``; everything in nats.
     """
     dtype = accumulate_dtype(logprobs)
-    zero = torch.zeros((), dtype=dtype, device=logprobs.device)
     new, ref, old = (
-        torch.where(completion_mask, values.to(dtype), zero)
+        torch.where(completion_mask, values.to(dtype), 0.0)
         for values in (logprobs, ref_logprobs.detach(), old_logprobs.detach())
     )
     by_sequence = segment_mean((new - old).exp() * k3(new, ref), completion_mask, cu_seqlens)
-    present = int((segment_counts(completion_mask, cu_seqlens) > 0).sum())
-    return by_sequence.sum() / max(present if num_sequences is None else num_sequences, 1)
+    if num_sequences is None:
+        num_sequences = int((segment_counts(completion_mask, cu_seqlens) > 0).sum())
+    return by_sequence.sum() / max(num_sequences, 1)

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gspo.algorithm.segments import accumulate_dtype
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """``logprobs`` [N] in nats, with gradient; ``entropy`` [N] in nats, detached, or None. float32, or float64 of float64."""
+    """``logprobs`` [N] in nats, with gradient; ``entropy`` [N] in nats, detached, or None; float32, or float64."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -43,14 +44,22 @@ def token_logprobs(
         bias: [V] or None.
         vocab_chunk: vocabulary rows a tile; the largest temporary is [N, vocab_chunk].
 
-    Raises ValueError for a temperature that is not above 0 or shapes that disagree.
+    Entropy is that of the tempered distribution. Raises ValueError for a temperature that is not above 0, a
+    vocab_chunk below 1, shapes that disagree, or a target outside the vocabulary.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0 to score tokens, found {temperature}.")
+    if vocab_chunk < 1:
+        raise ValueError(f"vocab_chunk must be at least 1, found {vocab_chunk}.")
     if hidden.ndim != 2 or targets.shape != hidden.shape[:1] or weight.shape[1] != hidden.shape[1]:
         raise ValueError(
             f"hidden [N, D], weight [V, D] and targets [N] must agree, found {list(hidden.shape)}, "
             f"{list(weight.shape)} and {list(targets.shape)}."
+        )
+    if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < weight.shape[0]):
+        raise ValueError(  # no tile would hold it, and its log-prob would be quietly wrong
+            f"targets must lie in [0, {weight.shape[0]}), found {int(targets.min())} to {int(targets.max())}. Leave "
+            "tokens that are not scored out instead of marking them."
         )
     logprobs, spread = _TiledLogprobs.apply(hidden, weight, targets, bias, temperature, vocab_chunk, entropy)
     return TokenLogprobs(logprobs, spread if entropy else None)
@@ -102,6 +111,7 @@ class _TiledLogprobs(torch.autograd.Function):
         return chosen - normaliser, spread
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         hidden, weight, targets, bias, normaliser = ctx.saved_tensors
         scaled = grads[0] / ctx.temperature

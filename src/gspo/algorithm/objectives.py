@@ -62,13 +62,11 @@ def gspo(
             this pack's own count.
         clip_low, clip_high: the band, 0 <= clip_low < 1. Defaults are the paper's (section 5.1).
 
-    Raises ValueError when shapes disagree.
+    Raises ValueError for shapes that disagree or a band out of range.
     """
     _check(logprobs, old_logprobs, completion_mask, cu_seqlens, advantages, per_token=False)
     log_ratio = segment_mean(_log_ratio(logprobs, old_logprobs, completion_mask), completion_mask, cu_seqlens)
-    ratio = log_ratio.exp()
-    weights = advantages.to(ratio.dtype)
-    objective, high, low = _pessimistic(ratio, weights, clip_low, clip_high)
+    objective, ratio, high, low = _pessimistic(log_ratio, advantages, clip_low, clip_high)
     return _output(objective, ratio, high, low, completion_mask, cu_seqlens, num_sequences)
 
 
@@ -91,14 +89,13 @@ def gspo_token(
     Numerically s_it = s_i, but the gradient stays with its token (equation 17), so advantages may differ within a
     response. With equal advantages value and gradient are those of ``gspo``.
 
-    Args: as ``gspo``, with ``token_advantages`` [N] for ``advantages``. Raises ValueError when shapes disagree.
+    Args: as ``gspo``, with ``token_advantages`` [N] for ``advantages``; same errors.
     """
     _check(logprobs, old_logprobs, completion_mask, cu_seqlens, token_advantages, per_token=True)
     delta = _log_ratio(logprobs, old_logprobs, completion_mask)
-    sequence = segment_mean(delta.detach(), completion_mask, cu_seqlens)
-    own = sequence[segment_ids(cu_seqlens, delta.shape[0])]
-    ratio = (own + delta - delta.detach()).exp()
-    return _token_output(ratio, token_advantages, completion_mask, cu_seqlens, num_sequences, clip_low, clip_high)
+    sequence = segment_mean(delta.detach(), completion_mask, cu_seqlens)[segment_ids(cu_seqlens, delta.shape[0])]
+    log_ratio = sequence + (delta - delta.detach())  # the bracket is exactly 0: the value is the sequence's, unrounded
+    return _token_output(log_ratio, token_advantages, completion_mask, cu_seqlens, num_sequences, clip_low, clip_high)
 
 
 def grpo(
@@ -117,12 +114,12 @@ def grpo(
         J = mean_i 1/|y_i| sum_t min(w_it A_i, clip(w_it, 1 - clip_low, 1 + clip_high) A_i)
         w_it = pi_theta(y_it) / pi_old(y_it)
 
-    Args: as ``gspo``; the default band is the one the paper tuned for GRPO. Raises ValueError when shapes disagree.
+    Args: as ``gspo``; the default band is the one the paper tuned for GRPO. Same errors.
     """
     _check(logprobs, old_logprobs, completion_mask, cu_seqlens, advantages, per_token=False)
-    ratio = _log_ratio(logprobs, old_logprobs, completion_mask).exp()
-    by_token = advantages[segment_ids(cu_seqlens, ratio.shape[0])]
-    return _token_output(ratio, by_token, completion_mask, cu_seqlens, num_sequences, clip_low, clip_high)
+    log_ratio = _log_ratio(logprobs, old_logprobs, completion_mask)
+    by_token = advantages[segment_ids(cu_seqlens, log_ratio.shape[0])]
+    return _token_output(log_ratio, by_token, completion_mask, cu_seqlens, num_sequences, clip_low, clip_high)
 
 
 OBJECTIVES: Mapping[str, Callable[..., ObjectiveOutput]] = {"gspo": gspo, "gspo_token": gspo_token, "grpo": grpo}
@@ -132,21 +129,35 @@ OBJECTIVES: Mapping[str, Callable[..., ObjectiveOutput]] = {"gspo": gspo, "gspo_
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """[N] log pi_theta - log pi_old, exactly 0 where masked."""
     dtype = accumulate_dtype(logprobs)
-    zero = torch.zeros((), dtype=dtype, device=logprobs.device)
-    new = torch.where(mask, logprobs.to(dtype), zero)
-    return new - torch.where(mask, old_logprobs.detach().to(dtype), zero)
+    old = torch.where(mask, old_logprobs.detach().to(dtype), 0.0)
+    return torch.where(mask, logprobs.to(dtype), 0.0) - old
 
 
-def _pessimistic(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor, Tensor]:
-    """min(r A, clip(r) A), and where the clip acts above and below the band."""
-    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+def _pessimistic(
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """min(r A, clip(r, 1 - low, 1 + high) A), the ratio r (detached), and where the clip acts above and below the band.
+
+    Taken by cases, so that a ratio that overflows gives no 0 * inf: where the clip acts, or the advantage is 0, the
+    gradient is exactly 0.
+    """
+    if not (0 <= low < 1 and high >= 0):
+        raise ValueError(
+            f"The band is [1 - clip_low, 1 + clip_high] with 0 <= clip_low < 1 and clip_high >= 0; found clip_low={low}"
+            f" and clip_high={high}. Give distances from 1 such as 3e-4, not bounds such as 0.9997."
+        )
+    advantages = advantages.to(log_ratio.dtype)
+    ratio = log_ratio.detach().exp()
     above = (advantages > 0) & (ratio > 1 + high)
     below = (advantages < 0) & (ratio < 1 - low)
-    return objective, above, below
+    constant = above | below | (advantages == 0)
+    free = torch.where(constant, 0.0, log_ratio).exp() * advantages
+    objective = torch.where(constant, ratio.clamp(1 - low, 1 + high) * advantages, free)
+    return objective, ratio, above, below
 
 
 def _token_output(
-    ratio: Tensor,
+    log_ratio: Tensor,
     token_advantages: Tensor,
     mask: Tensor,
     cu_seqlens: Tensor,
@@ -154,10 +165,9 @@ def _token_output(
     low: float,
     high: float,
 ) -> ObjectiveOutput:
-    weights = torch.where(mask, token_advantages.to(ratio.dtype), torch.zeros_like(ratio))
-    by_token, above, below = _pessimistic(ratio, weights, low, high)
+    by_token, ratio, above, below = _pessimistic(log_ratio, torch.where(mask, token_advantages, 0.0), low, high)
     objective, mean_ratio, high_share, low_share = (
-        segment_mean(values, mask, cu_seqlens) for values in (by_token, ratio.detach(), above.float(), below.float())
+        segment_mean(values, mask, cu_seqlens) for values in (by_token, ratio, above.float(), below.float())
     )
     return _output(objective, mean_ratio, high_share, low_share, mask, cu_seqlens, num_sequences)
 
@@ -172,10 +182,12 @@ def _output(
     num_sequences: int | None,
 ) -> ObjectiveOutput:
     """Sequences without an unmasked token count in neither numerator nor denominator."""
+    if num_sequences is not None and num_sequences < 0:
+        raise ValueError(f"num_sequences counts sequences of the whole update, so at least 0; found {num_sequences}.")
     present = segment_counts(mask, cu_seqlens) > 0
-    total = torch.where(present, objective, torch.zeros_like(objective)).sum()
+    total = torch.where(present, objective, 0.0).sum()
     count = int(present.sum()) if num_sequences is None else num_sequences
-    ratio = torch.where(present, ratio.detach(), torch.ones_like(ratio)).to(torch.float32)
+    ratio = torch.where(present, ratio, 1.0).to(torch.float32)
     high, low = ((present * share).to(torch.float32) for share in (high, low))
     return ObjectiveOutput(-total / max(count, 1), ratio, high + low, high, low)
 
@@ -193,8 +205,8 @@ def _check(
     for name, (tensor, length) in expected.items():
         if tensor.ndim != 1 or tensor.shape[0] != length:
             raise ValueError(
-                f"{name} must have shape [{length}] ({num_tokens} tokens in {num_sequences} sequences laid end to end), "
-                f"found {list(tensor.shape)}. Padded [B, T] tensors must be packed first."
+                f"{name} must have shape [{length}] ({num_tokens} tokens in {num_sequences} sequences laid end to end),"
+                f" found {list(tensor.shape)}. Padded [B, T] tensors must be packed first."
             )
     if mask.dtype != torch.bool:
         raise ValueError(f"completion_mask must be bool (True = sampled by the policy), found {mask.dtype}.")

@@ -13,15 +13,16 @@ from torch import Tensor
 def segment_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """int64[N]: which sequence each token belongs to.
 
-    ``cu_seqlens`` int[S+1] holds the cumulative lengths, from 0 to ``num_tokens``. Raises ValueError when its end is not
-    ``num_tokens``.
+    ``cu_seqlens`` int[S+1] holds the cumulative lengths, from 0 to ``num_tokens``; a sequence may be empty. Raises
+    ValueError when it does not begin at 0 and end at ``num_tokens``.
     """
-    lengths = cu_seqlens.diff()
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or int(cu_seqlens[-1]) != num_tokens:
+    ends = cu_seqlens[[0, -1]].tolist() if cu_seqlens.ndim == 1 and cu_seqlens.shape[0] else []
+    if ends != [0, num_tokens]:
         raise ValueError(
-            f"cu_seqlens must be 1-D and end at the number of tokens, {num_tokens}; found shape "
-            f"{tuple(cu_seqlens.shape)} ending at {cu_seqlens[-1:].tolist()}."
+            f"cu_seqlens must be 1-D, begin at 0 and end at the number of tokens, {num_tokens}; found shape "
+            f"{list(cu_seqlens.shape)} with ends {ends}. Give cumulative lengths with the leading 0."
         )
+    lengths = cu_seqlens.diff()
     return torch.repeat_interleave(torch.arange(lengths.shape[0], device=lengths.device), lengths.long())
 
 
@@ -43,7 +44,7 @@ def segment_counts(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def segment_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[N] -> [S]: the mean over each sequence's unmasked tokens; 0 for a sequence that has none."""
+    """[N] -> [S]: the mean over each sequence's unmasked tokens; 0 for one that has none: ask ``segment_counts``."""
     kept = torch.where(mask, values, torch.zeros_like(values))
     counts = segment_counts(mask, cu_seqlens).to(accumulate_dtype(values))
     return segment_sum(kept, cu_seqlens) / counts.clamp(min=1)

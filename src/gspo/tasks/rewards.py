@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gspo.errors import RewardError
+from gspo.errors import ConfigError, RewardError
 from gspo.types import Prompt
 
 RewardFunction = Callable[..., Any]
@@ -72,24 +72,24 @@ class RewardSuite:
 def load_reward(spec: str) -> RewardFunction:
     """Import 'module:function' or 'file.py:function'; modules are also looked for in the current directory.
 
-    Raises RewardError saying what was looked for and where.
+    Raises ConfigError saying what was looked for and where.
     """
     module_name, colon, attribute = spec.rpartition(":")
     if not colon or not module_name or not attribute:
-        raise RewardError(f"task.reward: {spec!r} must be 'module:function' or 'file.py:function'.")
+        raise ConfigError(f"task.reward: {spec!r} must be 'module:function' or 'file.py:function'.")
     module = _import_file(Path(module_name).expanduser()) if module_name.endswith(".py") else _import_module(module_name)
     function = getattr(module, attribute, None)
     if function is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise RewardError(f"task.reward: {module_name} has no {attribute!r}; it has: {', '.join(names) or 'no function'}.")
+        raise ConfigError(f"task.reward: {module_name} has no {attribute!r}; it has: {', '.join(names) or 'no function'}.")
     if not callable(function):
-        raise RewardError(f"task.reward: {spec!r} is a {type(function).__name__}, not a function.")
+        raise ConfigError(f"task.reward: {spec!r} is a {type(function).__name__}, not a function.")
     return function
 
 
 def _import_file(path: Path) -> Any:
     if not path.is_file():
-        raise RewardError(f"task.reward: the file {path.absolute()} does not exist.")
+        raise ConfigError(f"task.reward: the file {path.absolute()} does not exist.")
     name = f"gspo_reward_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -98,7 +98,7 @@ def _import_file(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's module runs here
-        raise RewardError(f"task.reward: {path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"task.reward: {path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 
@@ -108,11 +108,11 @@ def _import_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise RewardError(
+        raise ConfigError(
             f"task.reward: there is no module {error.name!r} (looked for {name!r} in {here} and the environment)."
         ) from error
     except Exception as error:  # the user's module runs here
-        raise RewardError(f"task.reward: {name} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"task.reward: {name} cannot be imported: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(here)
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -94,77 +95,91 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout,
     """query [H, T, D], key and value [H_kv, T, D] -> [T, H, D]; H must be a multiple of H_kv."""
     if query.device.type != "cpu":
         return _flex_attention(query, key, value, layout, scale)
-    # the kernel wants unit stride in the last axis, which projections have
     return _GroupedAttention.apply(query, key, value, layout, scale)
 
 
 class _GroupedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        heads, num_tokens, width = query.shape
-        out = query.new_empty(num_tokens, heads, width)
-        lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        lse = torch.empty(num_tokens, heads, dtype=lse_dtype)
-        q, k, v = query[None], key[None], value[None]
-        for (start, stop), region in _regions(layout):
-            part = slice(start, stop)
-            out_part, lse_part = _forward(q[:, :, part], k[:, :, part], v[:, :, part], 0.0, True, scale=scale)
-            out[part], lse[part] = out_part[0].transpose(0, 1), lse_part[0].T
-            if region.stop > region.start:
-                out_part, lse_part = _forward(q[:, :, region], k[:, :, part], v[:, :, part], 0.0, False, scale=scale)
-                out[region], lse[region] = out_part[0].transpose(0, 1), lse_part[0].T
-        for bucket in layout.buckets:
-            own_out, own_lse = _forward(*(_gather(x, bucket.index) for x in (query, key, value)), 0.0, True, scale=scale)
-            index = bucket.index[bucket.valid]
-            own_out = own_out.transpose(1, 2)[bucket.valid]
-            own_lse = own_lse.transpose(1, 2)[bucket.valid]
-            prompt_lse = lse[index]
-            merged = torch.logaddexp(prompt_lse, own_lse)
-            mixed = out[index].to(lse_dtype) * (prompt_lse - merged).exp()[..., None]
-            mixed += own_out.to(lse_dtype) * (own_lse - merged).exp()[..., None]
-            out[index], lse[index] = mixed.to(out.dtype), merged
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.layout, ctx.scale = layout, scale
-        return out
+    """Computed in float32: besides being exact, the CPU's kernels are up to four times faster in it at the lengths of
+    answers, the backward most of all. What is kept for the backward pass stays in the model's precision."""
 
     @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+        q, k, v = _widened(query, key, value)
+        out = q.new_empty(q.shape[1], q.shape[0], v.shape[2])
+        lse = q.new_empty(q.shape[1], q.shape[0])
+        for prompt, completions in _regions(layout):
+            for part, causal in ((prompt, True), (completions, False)):
+                if part.stop > part.start:
+                    found, found_lse = _forward(
+                        q[None, :, part], k[None, :, prompt], v[None, :, prompt], 0.0, causal, scale=scale
+                    )
+                    out[part], lse[part] = found[0].transpose(0, 1), found_lse[0].T
+        for bucket in layout.buckets:
+            own, own_lse = _forward(*(_gather(x, bucket.index) for x in (q, k, v)), 0.0, True, scale=scale)
+            index = bucket.index[bucket.valid]
+            own, own_lse = own.transpose(1, 2)[bucket.valid], own_lse.transpose(1, 2)[bucket.valid]
+            prompt_lse = lse[index]
+            merged = torch.logaddexp(prompt_lse, own_lse)
+            mixed = out[index] * (prompt_lse - merged).exp()[..., None]
+            out[index] = mixed.addcmul_(own, (own_lse - merged).exp()[..., None])
+            lse[index] = merged
+        result = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, result, lse)
+        ctx.layout, ctx.scale = layout, scale
+        return result
+
+    @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         query, key, value, out, lse = ctx.saved_tensors
         layout, scale = ctx.layout, ctx.scale
-        grad = grads[0]
-        # [T, H, D] is the layout of the projections, so these gradients flow on without a copy
-        dq, dk, dv = (torch.empty_like(x.transpose(0, 1)).transpose(0, 1) for x in (query, key, value))
-        g, o, z = grad.transpose(0, 1)[None], out.transpose(0, 1)[None], lse.T[None]
-        q, k, v = query[None], key[None], value[None]
+        q, k, v = _widened(query, key, value)
+        g, o = _widened(grads[0].transpose(0, 1), out.transpose(0, 1))
+        z = lse.T
+        # laid out [T, H, D] like the projections, so that these gradients flow on without a copy
+        dq, dk, dv = (torch.empty_like(x.transpose(0, 1)).transpose(0, 1) for x in (q, k, v))
         for bucket in layout.buckets:
             index, valid = bucket.index, bucket.valid
             # +inf makes every probability of a padding query exactly 0
-            padded_lse = lse[index].masked_fill(~valid[..., None], torch.inf).transpose(1, 2)
-            parts = (_gather(x, index) for x in (grad.transpose(0, 1), query, key, value, out.transpose(0, 1)))
-            grad_b, query_b, key_b, value_b, out_b = parts
-            grad_b = grad_b.masked_fill(~valid[:, None, :, None], 0)
-            found = _backward(grad_b, query_b, key_b, value_b, out_b, padded_lse, 0.0, True, scale=scale)
+            padded_lse = lse[index].masked_fill_(~valid[..., None], torch.inf).transpose(1, 2)
+            padded_grad = _gather(g, index).masked_fill(~valid[:, None, :, None], 0)
+            parts = (_gather(x, index) for x in (q, k, v, o))
+            found = _backward(padded_grad, *parts, padded_lse, 0.0, True, scale=scale)
             for target, source in zip((dq, dk, dv), found, strict=True):
-                target[:, index[valid]] = source.transpose(1, 2)[valid].transpose(0, 1)
-        for (start, stop), region in _regions(layout):
-            part = slice(start, stop)
-            args = (g[:, :, part], q[:, :, part], k[:, :, part], v[:, :, part], o[:, :, part], z[:, :, part])
-            dq[:, part], dk[:, part], dv[:, part] = (x[0] for x in _backward(*args, 0.0, True, scale=scale))
-            if region.stop > region.start:
-                args = (g[:, :, region], q[:, :, region], k[:, :, part], v[:, :, part], o[:, :, region], z[:, :, region])
-                from_prompt = _backward(*args, 0.0, False, scale=scale)
-                dq[:, region] += from_prompt[0][0]
-                dk[:, part] += from_prompt[1][0]
-                dv[:, part] += from_prompt[2][0]
-        return dq, dk, dv, None, None
+                target.transpose(0, 1)[index[valid]] = source.transpose(1, 2)[valid]
+        for prompt, completions in _regions(layout):
+            found = _part_backward(g, q, k, v, o, z, prompt, prompt, True, scale)
+            dq[:, prompt], dk[:, prompt], dv[:, prompt] = found
+            if completions.stop > completions.start:
+                found = _part_backward(g, q, k, v, o, z, completions, prompt, False, scale)
+                dq[:, completions] += found[0]
+                dk[:, prompt] += found[1]
+                dv[:, prompt] += found[2]
+        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None
 
 
-def _regions(layout: Layout) -> list[tuple[tuple[int, int], slice]]:
-    """Each group's prompt range and the range of all its completions behind it."""
+def _part_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, queries: slice, keys: slice, causal: bool, scale: float
+) -> list[Tensor]:
+    """Gradients of the queries and keys of one part of the attention, given the merged output and log-sum-exp."""
+    found = _backward(
+        g[None, :, queries], q[None, :, queries], k[None, :, keys], v[None, :, keys], o[None, :, queries],
+        z[None, :, queries], 0.0, causal, scale=scale,
+    )  # fmt: skip
+    return [gradient[0] for gradient in found]
+
+
+def _widened(*tensors: Tensor) -> list[Tensor]:
+    """In float32; float64 stays."""
+    return [x if x.dtype == torch.float64 else x.float() for x in tensors]
+
+
+def _regions(layout: Layout) -> list[tuple[slice, slice]]:
+    """Each group's prompt and all its completions behind it."""
     regions = []
     for group in layout.groups:
         end = group.completions[-1][1] if group.completions else group.prompt[1]
-        regions.append((group.prompt, slice(group.prompt[1], end)))
+        regions.append((slice(*group.prompt), slice(group.prompt[1], end)))
     return regions
 
 

@@ -89,7 +89,7 @@ def random_batch(
 
 
 def evaluate(name: str, batch: Batch, **settings: Any) -> tuple[ObjectiveOutput, Tensor]:
-    """The objective ``name`` and the gradient of its loss with respect to the log-probs [N]."""
+    """The objective ``name`` (its loss detached) and the gradient of the loss with respect to the log-probs [N]."""
     logprobs = batch.logprobs.detach().clone().requires_grad_()
     token = name == "gspo_token"
     weights = {"token_advantages": batch.token_advantages} if token else {"advantages": batch.advantages}
@@ -102,7 +102,7 @@ def evaluate(name: str, batch: Batch, **settings: Any) -> tuple[ObjectiveOutput,
         **settings,
     )
     (gradient,) = torch.autograd.grad(output.loss, logprobs)
-    return output, gradient
+    return replace(output, loss=output.loss.detach()), gradient
 
 
 def with_delta(batch: Batch, delta: Tensor) -> Batch:

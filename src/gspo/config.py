@@ -334,7 +334,7 @@ def _check_ranges(config: Config) -> None:
         value = getattr(getattr(config, section), key)
         if not smallest <= value < float("inf"):
             raise ConfigError(f"{dotted} must be a finite number of at least {smallest}, found {value}.")
-    if not 0 < config.optimizer.max_grad_norm:
+    if not config.optimizer.max_grad_norm > 0:
         raise ConfigError(f"optimizer.max_grad_norm must be above 0, found {config.optimizer.max_grad_norm}.")
     for beta in config.optimizer.betas:
         if not 0 <= beta < 1:

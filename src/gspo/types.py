@@ -1,6 +1,6 @@
 """What flows through a run before it becomes tensors: plain Python, JSON-able, without torch.
 
-    Prompt --engine--> Completion --reward--> Rollout --by prompt--> Group --packing--> tensors
+Prompt --engine--> Completion --reward--> Rollout --by prompt--> Group --packing--> tensors
 """
 
 from __future__ import annotations

@@ -66,7 +66,10 @@ def test_prompt_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: 
 
 
 SETTINGS = {
-    "unknown key": ("[optimizer]\nlearning_rte = 1e-5", "no key 'optimizer.learning_rte'. Did you mean 'optimizer.learning_rate'"),
+    "unknown key": (
+        "[optimizer]\nlearning_rte = 1e-5",
+        "no key 'optimizer.learning_rte'. Did you mean 'optimizer.learning_rate'",
+    ),
     "key in another section": ("[optimizer]\ngroup_size = 4", "Did you mean 'rollout.group_size'"),
     "unknown section": ("[optimiser]\nlearning_rate = 1e-5", "Did you mean 'optimizer'"),
     "hyphen": ("[optimizer]\nlearning-rate = 1e-5", "Did you mean 'optimizer.learning_rate'"),
@@ -77,7 +80,10 @@ SETTINGS = {
     "top_p": ("[rollout]\ntop_p = 0.9", "the importance ratio of an unchanged policy is not 1"),
     "top_k": ("[rollout]\ntop_k = 50", "rollout.top_k = 50 is refused"),
     "temperature 0": ("[rollout]\ntemperature = 0.0", "must be above 0 for training"),
-    "more updates than prompts": ("[rollout]\nprompts_per_iteration = 2", "updates_per_rollout = 4 needs at least as many"),
+    "more updates than prompts": (
+        "[rollout]\nprompts_per_iteration = 2",
+        "updates_per_rollout = 4 needs at least as many",
+    ),
     "negative clip": ("[algorithm]\nclip_low = -1.0", "algorithm.clip_low must be at least 0"),
     "unknown objective": ('[algorithm]\nobjective = "ppo"', "'gspo', 'gspo_token' or 'grpo'"),
     "missing model": ('[model]\npath = "./no/such/model"', "there is no folder './no/such/model'"),
@@ -111,7 +117,10 @@ def _merge(base: str, setting: str) -> str:
 
 
 def test_no_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert attempt(capsys, "train") == (2, "gspo: gspo train needs a config file first: gspo train CONFIG.toml [--section.key VALUE ...].")
+    assert attempt(capsys, "train") == (
+        2,
+        "gspo: gspo train needs a config file first: gspo train CONFIG.toml [--section.key VALUE ...].",
+    )
     code, said = attempt(capsys, "train", str(tmp_path / "no.toml"))
     assert code == 2 and "does not exist" in said
 
@@ -156,7 +165,10 @@ REWARDS = {
     "a scalar": ("def f(completions, **_):\n    return 1.0", "must return a list of"),
     "text": ("def f(completions, **_):\n    return ['good'] * len(completions)", "gave 'good'"),
     "infinite": ("def f(completions, **_):\n    return [float('inf')] * len(completions)", "gave inf for an answer"),
-    "a column that is not there": ("def f(completions, gold, **_):\n    return []", "needs 'gold', which no prompt has"),
+    "a column that is not there": (
+        "def f(completions, gold, **_):\n    return []",
+        "needs 'gold', which no prompt has",
+    ),
 }
 
 
@@ -165,5 +177,7 @@ def test_reward_functions(tmp_path: Path, capsys: pytest.CaptureFixture[str], ca
     source, expected = REWARDS[case]
     file = write(tmp_path, "r.py", source)
     config = write(tmp_path, "c.toml", BASE)
-    code, said = attempt(capsys, "train", config, "--task.reward", f"{file}:f", "--run.directory", str(tmp_path / "runs"))
+    code, said = attempt(
+        capsys, "train", config, "--task.reward", f"{file}:f", "--run.directory", str(tmp_path / "runs")
+    )
     assert code == 1 and expected in said

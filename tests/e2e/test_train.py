@@ -17,14 +17,7 @@ from transformers import AutoModelForCausalLM
 
 RECIPE = str(Path(__file__).resolve().parents[2] / "recipes" / "tiny.toml")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-PINNED_METRICS = """
-    iteration policy_version reward/mean reward/std reward/correct group/no_signal_fraction rollout/completion_tokens
-    rollout/length_mean rollout/truncated_fraction objective/loss objective/ratio_mean objective/ratio_std
-    objective/clip_fraction objective/clip_fraction_tokens objective/clip_fraction_high objective/clip_fraction_low
-    policy/entropy policy/kl_old optimizer/grad_norm optimizer/learning_rate mismatch/mean_abs mismatch/sequence_p99
-    time/rollout_seconds time/reward_seconds time/old_logprobs_seconds time/update_seconds time/publish_seconds
-    throughput/rollout_tokens_per_second throughput/update_tokens_per_second memory/peak_bytes
-""".split()
+PINNED_METRICS = ["iteration", "policy_version", "reward/mean", "reward/std", "reward/correct", "group/no_signal_fraction", "rollout/completion_tokens", "rollout/length_mean", "rollout/truncated_fraction", "objective/loss", "objective/ratio_mean", "objective/ratio_std", "objective/clip_fraction", "objective/clip_fraction_tokens", "objective/clip_fraction_high", "objective/clip_fraction_low", "policy/entropy", "policy/kl_old", "optimizer/grad_norm", "optimizer/learning_rate", "mismatch/mean_abs", "mismatch/sequence_p99", "time/rollout_seconds", "time/reward_seconds", "time/old_logprobs_seconds", "time/update_seconds", "time/publish_seconds", "throughput/rollout_tokens_per_second", "throughput/update_tokens_per_second", "memory/peak_bytes"]
 
 
 def gspo(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -74,7 +67,9 @@ def test_rollout_records_explain_themselves(run: Path) -> None:
                 assert [row["advantage"] for row in group] == pytest.approx(expected.tolist(), abs=1e-5)
         for row in rows:
             assert len(row["token_ids"]) == len(row["rollout_logprobs"]) == len(row["completion_mask"])
-            assert row["reward"] == pytest.approx(0.2 * row["reward_terms"]["correct"] + 0.8 * row["reward_terms"]["share"])
+            assert row["reward"] == pytest.approx(
+                0.2 * row["reward_terms"]["correct"] + 0.8 * row["reward_terms"]["share"]
+            )
             if row["advantage"] == 0:
                 assert row["ratio"] is None
                 continue
@@ -136,7 +131,9 @@ def test_environment(run: Path) -> None:
 def test_a_stop_signal_saves_and_exits_130(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "gspo", "train", RECIPE, "--run.directory", str(tmp_path)]
     command += ["--run.iterations", "5000", "--eval.every", "0", "--run.checkpoint_every", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
         metrics = tmp_path / "tiny" / "metrics.jsonl"
         deadline = time.monotonic() + 120
         while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):

@@ -70,7 +70,7 @@ def token_ratios(batch: Padded, row: int, tokens: list[int]) -> list[float]:
 
 
 def surrogate(name: str, batch: Padded, frozen: Array, low: float, high: float) -> float:
-    """The loss as a function of ``batch.logprobs`` with the stop-gradients held at ``frozen``: for finite differences."""
+    """The loss as a function of ``batch.logprobs``, stop-gradients held at ``frozen``: for finite differences."""
     total, present = 0.0, 0
     for row in range(batch.mask.shape[0]):
         tokens = [t for t in range(batch.mask.shape[1]) if batch.mask[row, t]]
@@ -99,7 +99,9 @@ def finite_differences(name: str, batch: Padded, low: float, high: float, step: 
             moved = batch.logprobs.copy()
             moved[place] += sign * step
             ends.append(
-                surrogate(name, Padded(moved, batch.old_logprobs, batch.mask, batch.advantages), batch.logprobs, low, high)
+                surrogate(
+                    name, Padded(moved, batch.old_logprobs, batch.mask, batch.advantages), batch.logprobs, low, high
+                )
             )
         gradient[place] = (ends[0] - ends[1]) / (2 * step)
     return gradient

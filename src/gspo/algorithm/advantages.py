@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale: Scale = "grou
             of all scored rewards of the batch: Lite PPO, arXiv 2508.08221).
 
     A group without signal, see ``groups_without_signal``, has advantages of exactly 0; so has a group of one.
-    Raises ValueError for shapes that differ or a reward that is infinite.
+    Raises ValueError for shapes that differ, a reward that is infinite, or an unknown scale.
     """
+    if scale not in get_args(Scale):
+        raise ValueError(f"scale must be 'group_std', 'none' or 'batch_std'; found {scale!r}.")
     if rewards.ndim != 1 or rewards.shape != group_ids.shape:
         raise ValueError(
             f"rewards and group_ids must be 1-D of equal length, found {list(rewards.shape)} and "

@@ -86,7 +86,8 @@ class _TiledLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = accumulate_dtype(hidden)
         rows = torch.arange(targets.shape[0], device=targets.device)
-        largest = torch.full(targets.shape, -torch.inf, dtype=dtype, device=hidden.device)
+        lowest = torch.finfo(dtype).min  # finite: a first tile whose bias is -inf throughout gives no inf - inf
+        largest = torch.full(targets.shape, lowest, dtype=dtype, device=hidden.device)
         total, weighted, chosen = (torch.zeros_like(largest) for _ in range(3))
         for start in range(0, weight.shape[0], chunk):
             logits = _tile(hidden, weight, bias, start, chunk, temperature)
@@ -99,8 +100,8 @@ class _TiledLogprobs(torch.autograd.Function):
             weights = logits.exp()
             tile_total = weights.sum(-1)
             if entropy:  # sum of p * (logit - maximum); the running part is moved to the new maximum
-                old = torch.where(total > 0, weighted + total * (largest - maximum), weighted)
-                weighted = old * shrink + torch.linalg.vecdot(weights, logits.clamp_(min=-1e30))
+                moved = (weighted + total * (largest - maximum)) * shrink
+                weighted = moved + torch.linalg.vecdot(weights, logits.clamp_(min=-1e30))
             total = total * shrink + tile_total
             largest = maximum
         normaliser = largest + total.log()

@@ -129,8 +129,7 @@ OBJECTIVES: Mapping[str, Callable[..., ObjectiveOutput]] = {"gspo": gspo, "gspo_
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """[N] log pi_theta - log pi_old, exactly 0 where masked."""
     dtype = accumulate_dtype(logprobs)
-    old = torch.where(mask, old_logprobs.detach().to(dtype), 0.0)
-    return torch.where(mask, logprobs.to(dtype), 0.0) - old
+    return torch.where(mask, logprobs.to(dtype) - old_logprobs.detach().to(dtype), 0.0)
 
 
 def _pessimistic(
@@ -165,7 +164,7 @@ def _token_output(
     low: float,
     high: float,
 ) -> ObjectiveOutput:
-    by_token, ratio, above, below = _pessimistic(log_ratio, torch.where(mask, token_advantages, 0.0), low, high)
+    by_token, ratio, above, below = _pessimistic(log_ratio, token_advantages, low, high)
     objective, mean_ratio, high_share, low_share = (
         segment_mean(values, mask, cu_seqlens) for values in (by_token, ratio, above.float(), below.float())
     )

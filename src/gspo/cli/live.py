@@ -34,7 +34,9 @@ class View(Callback):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         return None
 
     def on_start(self, run: RunInfo) -> None:
@@ -62,7 +64,9 @@ class View(Callback):
                 markup=False,
             )
         if self.run:
-            self.console.print(f"{reason} in {clock(time.monotonic() - self.started)}: {self.run.directory}", markup=False)
+            self.console.print(
+                f"{reason} in {clock(time.monotonic() - self.started)}: {self.run.directory}", markup=False
+            )
 
     def seconds_left(self) -> float | None:
         """By the pace so far; None before the first iteration."""
@@ -119,7 +123,9 @@ class LiveView(View):
         self.live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.live.stop()
 
     def on_start(self, run: RunInfo) -> None:
@@ -161,7 +167,11 @@ class LiveView(View):
                 table.add_row(name, value, "")
             parts.append(table)
         if self.evals:
-            parts.append(Text("held-out accuracy  " + "  ".join(f"{e['iteration']}: {e['accuracy']:.3f}" for e in self.evals[-8:])))
+            parts.append(
+                Text(
+                    "held-out accuracy  " + "  ".join(f"{e['iteration']}: {e['accuracy']:.3f}" for e in self.evals[-8:])
+                )
+            )
         if self.example:
             prompt, answer, reward = self.example
             body = Text(f"{clip(prompt)}\n", style="dim")

@@ -102,7 +102,9 @@ def evaluate(config: Config, *, callbacks: Sequence[Any] = ()) -> dict[str, Any]
     return record
 
 
-def sample(config: Config, prompts: Sequence[str], *, num_samples: int = 1, temperature: float = 1.0) -> list[list[str]]:
+def sample(
+    config: Config, prompts: Sequence[str], *, num_samples: int = 1, temperature: float = 1.0
+) -> list[list[str]]:
     """Answers of ``config.model`` to text prompts, ``num_samples`` each."""
     if num_samples < 1 or not 0 <= temperature < math.inf:
         raise ConfigError(

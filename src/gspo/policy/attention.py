@@ -159,7 +159,16 @@ class _GroupedAttention(torch.autograd.Function):
 
 
 def _part_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, queries: slice, keys: slice, causal: bool, scale: float
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    z: Tensor,
+    queries: slice,
+    keys: slice,
+    causal: bool,
+    scale: float,
 ) -> list[Tensor]:
     """Gradients of the queries and keys of one part of the attention, given the merged output and log-sum-exp."""
     found = _backward(

@@ -59,7 +59,11 @@ def check_content(content: Any, where: str) -> None:
     """Raise DataError unless ``content`` is non-empty text or a list of chat messages."""
     if isinstance(content, str) and content.strip():
         return
-    if isinstance(content, list) and content and all(isinstance(m, dict) and "role" in m and "content" in m for m in content):
+    if (
+        isinstance(content, list)
+        and content
+        and all(isinstance(m, dict) and "role" in m and "content" in m for m in content)
+    ):
         return
     raise DataError(
         f"{where}: 'prompt' must be text or a list of messages with 'role' and 'content', found {str(content)[:60]!r}."

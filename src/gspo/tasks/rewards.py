@@ -33,13 +33,13 @@ class RewardSuite:
 
     def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float]) -> None:
         if not functions or len(functions) != len(weights):
-            raise RewardError(f"There are {len(functions)} reward functions and {len(weights)} weights; give one for each.")
+            raise RewardError(
+                f"There are {len(functions)} reward functions and {len(weights)} weights; give one for each."
+            )
         self.functions, self.weights = list(functions), list(weights)
         self.names = _distinct([_name(function) for function in functions])
 
-    def score(
-        self, prompts: Sequence[Prompt], texts: Sequence[str], token_ids: Sequence[Sequence[int]]
-    ) -> list[Score]:
+    def score(self, prompts: Sequence[Prompt], texts: Sequence[str], token_ids: Sequence[Sequence[int]]) -> list[Score]:
         """Score answers, one a prompt (a prompt is repeated for each of its answers).
 
         A term that is None or NaN is unscored and left out of the sum; with no term scored the reward is None. Raises
@@ -53,7 +53,9 @@ class RewardSuite:
         return [self._sum({name: values[row] for name, values in terms.items()}) for row in range(len(prompts))]
 
     def _sum(self, terms: dict[str, float | None]) -> Score:
-        scored = [weight * value for weight, value in zip(self.weights, terms.values(), strict=True) if value is not None]
+        scored = [
+            weight * value for weight, value in zip(self.weights, terms.values(), strict=True) if value is not None
+        ]
         return Score(sum(scored) if scored else None, terms)
 
     def _call(
@@ -77,11 +79,15 @@ def load_reward(spec: str) -> RewardFunction:
     module_name, colon, attribute = spec.rpartition(":")
     if not colon or not module_name or not attribute:
         raise ConfigError(f"task.reward: {spec!r} must be 'module:function' or 'file.py:function'.")
-    module = _import_file(Path(module_name).expanduser()) if module_name.endswith(".py") else _import_module(module_name)
+    module = (
+        _import_file(Path(module_name).expanduser()) if module_name.endswith(".py") else _import_module(module_name)
+    )
     function = getattr(module, attribute, None)
     if function is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(f"task.reward: {module_name} has no {attribute!r}; it has: {', '.join(names) or 'no function'}.")
+        raise ConfigError(
+            f"task.reward: {module_name} has no {attribute!r}; it has: {', '.join(names) or 'no function'}."
+        )
     if not callable(function):
         raise ConfigError(f"task.reward: {spec!r} is a {type(function).__name__}, not a function.")
     return function

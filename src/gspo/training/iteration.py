@@ -62,7 +62,9 @@ def advantages_of(groups: Sequence[Group], config: Config) -> torch.Tensor:
     """Group-relative advantages f32[S], in the order of the groups' rollouts; unscored rollouts get 0."""
     rewards = [float("nan") if r.reward is None else r.reward for group in groups for r in group.rollouts]
     ids = [number for number, group in enumerate(groups) for _ in group.rollouts]
-    return group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(ids), scale=config.algorithm.advantage)
+    return group_advantages(
+        torch.tensor(rewards, dtype=torch.float64), torch.tensor(ids), scale=config.algorithm.advantage
+    )
 
 
 class _Updates:

@@ -58,9 +58,7 @@ def train(config: Config, *, callbacks: Sequence[Callback] = ()) -> RunResult:
 
 
 class _Run:
-    def __init__(
-        self, config: Config, system: System, directory: RunDirectory, callbacks: Sequence[Callback]
-    ) -> None:
+    def __init__(self, config: Config, system: System, directory: RunDirectory, callbacks: Sequence[Callback]) -> None:
         self.config, self.system, self.directory, self.callbacks = config, system, directory, callbacks
         reference = None
         if config.algorithm.kl_weight > 0:
@@ -98,9 +96,7 @@ class _Run:
         run = self.config.run
         self._evaluate(0)
         for iteration in range(1, run.iterations + 1):
-            done = run_iteration(
-                self.system, self.trainer, self.publisher, self.config, iteration, self._progress
-            )
+            done = run_iteration(self.system, self.trainer, self.publisher, self.config, iteration, self._progress)
             self.directory.write_rollouts(iteration, done.rows)
             self.directory.append_metrics(done.metrics)
             self.result.metrics.append(done.metrics)
@@ -128,9 +124,7 @@ class _Run:
         self._tell("on_eval", record, answers)
 
     def _save(self, iteration: int) -> None:
-        folder = save_policy(
-            self.system.policy, self.trainer.optimizer, self.directory.checkpoints / str(iteration)
-        )
+        folder = save_policy(self.system.policy, self.trainer.optimizer, self.directory.checkpoints / str(iteration))
         prune(self.directory.checkpoints, self.config.run.keep, self.best[1])
         self.directory.log(f"checkpoint {folder}")
 

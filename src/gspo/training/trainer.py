@@ -135,9 +135,7 @@ def _observe(
     means.add("objective/clip_fraction_tokens", float((output.clipped * lengths).sum() / lengths.sum()), tokens)
 
 
-def _row_results(
-    batch: PackedBatch, logprobs: Tensor, old: Tensor, output: ObjectiveOutput
-) -> dict[int, RowResult]:
+def _row_results(batch: PackedBatch, logprobs: Tensor, old: Tensor, output: ObjectiveOutput) -> dict[int, RowResult]:
     new_rows, old_rows = (split_by_sequence(values, batch.cu_seqlens) for values in (logprobs, old))
     columns: Sequence[tuple[int, float, float, Tensor, Tensor]] = list(
         zip(batch.rows, output.ratio.tolist(), output.clipped.tolist(), old_rows, new_rows, strict=True)

@@ -17,7 +17,9 @@ NO_END = frozenset({10_000})
 PROMPTS = [[3, 14, 15], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9]]
 
 
-def sampling(max_tokens: int = 12, temperature: float = 1.0, end: frozenset[int] = NO_END, **kwargs: object) -> Sampling:
+def sampling(
+    max_tokens: int = 12, temperature: float = 1.0, end: frozenset[int] = NO_END, **kwargs: object
+) -> Sampling:
     return Sampling(max_tokens, temperature, end, **kwargs)  # type: ignore[arg-type]
 
 
@@ -25,7 +27,9 @@ def requests(num_samples: int = 3, seed: int = 0) -> list[Request]:
     return [Request(ids, num_samples, (seed, place)) for place, ids in enumerate(PROMPTS)]
 
 
-def trainer_logprobs(policy: Policy, prompt: list[int], completion: Completion, temperature: float, plain: bool) -> list[float]:
+def trainer_logprobs(
+    policy: Policy, prompt: list[int], completion: Completion, temperature: float, plain: bool
+) -> list[float]:
     ids = completion.token_ids
     batch = pack([Row(prompt, ids, [True] * len(ids), 1.0, completion.logprobs)], [0], max_tokens=10_000)[0]
     scorer = score_plain if plain else score
@@ -108,7 +112,9 @@ def test_stop_strings_end_and_are_cut_from_the_text(tiny_policy: Policy) -> None
     rows = NativeEngine(tiny_policy).generate(
         requests(40), sampling(60, 1.0, chat.end_token_ids, should_stop=chat.ends_with_stop)
     )
-    stopped = [c for row in rows for c in row if c.finish_reason == "stop" and c.token_ids[-1] != tokenizer.eos_token_id]
+    stopped = [
+        c for row in rows for c in row if c.finish_reason == "stop" and c.token_ids[-1] != tokenizer.eos_token_id
+    ]
     assert len(stopped) > 10
     for completion in stopped:
         whole = tokenizer.decode(completion.token_ids)

@@ -73,14 +73,16 @@ def test_the_head_chunk_does_not_change_the_gradient(tiny_policy: Policy, chunk:
 
 def test_masked_content_does_not_matter(tiny_policy: Policy) -> None:
     """Old and rollout log-probs of masked tokens may be anything, NaN included; the tokens stay context."""
-    masked = [
-        replace(row, completion_mask=[place % 3 != 1 for place in range(len(row.token_ids))]) for row in rows()
-    ]
+    masked = [replace(row, completion_mask=[place % 3 != 1 for place in range(len(row.token_ids))]) for row in rows()]
     broken = [
         replace(
             row,
-            old_logprobs=[x if keep else math.nan for x, keep in zip(row.old_logprobs or [], row.completion_mask, strict=True)],
-            rollout_logprobs=[x if k else math.inf for x, k in zip(row.rollout_logprobs, row.completion_mask, strict=True)],
+            old_logprobs=[
+                x if keep else math.nan for x, keep in zip(row.old_logprobs or [], row.completion_mask, strict=True)
+            ],
+            rollout_logprobs=[
+                x if k else math.inf for x, k in zip(row.rollout_logprobs, row.completion_mask, strict=True)
+            ],
         )
         for row in masked
     ]

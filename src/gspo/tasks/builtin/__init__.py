@@ -52,7 +52,7 @@ class BuiltinTask:
 BUILTIN: Mapping[str, BuiltinTask] = {
     task.name: task
     for task in (
-        BuiltinTask("addition", addition.make, (addition.correct, addition.digits), (0.8, 0.2)),
+        BuiltinTask("addition", addition.make, (addition.correct, addition.digits, addition.one_line), (0.7, 0.2, 0.1)),
         BuiltinTask("sort_words", sort_words.make, (sort_words.correct, sort_words.in_order), (0.7, 0.3)),
         BuiltinTask(
             "running_total", running_total.make, (running_total.correct, running_total.right_lines), (0.7, 0.3)

@@ -33,6 +33,11 @@ def digits(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[
     return [_digits(last_number(text), right) for text, right in zip(completions, answer, strict=True)]
 
 
+def one_line(completions: Sequence[str], **_: Any) -> list[float]:
+    """1 if the answer is one line that ends with a number, working allowed before it."""
+    return [float(bool(re.fullmatch(r"[^\n]*\d\.?", text.strip()))) for text in completions]
+
+
 def _digits(found: str, right: str) -> float:
     if len(found) != len(right):
         return 0.0

@@ -7,11 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-WORDS = (
-    "apple bread cloud dance eagle flame grape house island jungle kettle lemon mountain needle ocean paper "
-    "queen river stone table umbrella valley window yellow zebra anchor bridge candle desert engine forest garden "
-    "hammer insect jacket kitten ladder market night orange pencil quiet rabbit silver tiger uncle violin water"
-).split()
+WORDS = ["apple", "bread", "cloud", "dance", "eagle", "flame", "grape", "house", "island", "jungle", "kettle", "lemon", "mountain", "needle", "ocean", "paper", "queen", "river", "stone", "table", "umbrella", "valley", "window", "yellow", "zebra", "anchor", "bridge", "candle", "desert", "engine", "forest", "garden", "hammer", "insect", "jacket", "kitten", "ladder", "market", "night", "orange", "pencil", "quiet", "rabbit", "silver", "tiger", "uncle", "violin", "water"]
 
 
 def make(rng: random.Random) -> tuple[str, str, Mapping[str, Any]]:

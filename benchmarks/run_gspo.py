@@ -123,7 +123,7 @@ def record(case: str, metrics: dict[str, Any], seconds: float) -> dict[str, Any]
 
 @torch.inference_mode()
 def limits(system: System, config: Config, scenario: Scenario) -> dict[str, float]:
-    """What the machine can do at the shapes that occur: bf16 products of an update, and the products of a decode step."""
+    """What the machine can do at the shapes that occur: the products of an update, and those of a decode step."""
     weights = [m.weight for m in system.policy.model.modules() if isinstance(m, torch.nn.Linear)]
     tokens = min(config.batch.max_tokens, 1536)
     shapes = {tuple(weight.shape): weight for weight in weights if weight.shape[0] < 20_000}

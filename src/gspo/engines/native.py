@@ -28,7 +28,7 @@ from gspo.types import Completion, FinishReason
 
 @dataclass
 class _Prompt:
-    """A prefilled prompt: its keys and values by layer [H_kv, P, D], and the hidden state that predicts what follows."""
+    """A prefilled prompt: keys and values by layer [H_kv, P, D], and the hidden state that predicts what follows."""
 
     length: int
     cache: dict[int, tuple[Tensor, Tensor]]

@@ -11,7 +11,7 @@ BLOCK = 128
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Inverse-CDF sampling: (token ids int64 [B], log-probabilities f32 [B]) from logits [B, V] and uniforms [B] in [0, 1).
+    """Inverse-CDF sampling from logits [B, V] and uniforms [B] in [0, 1): (token ids int64 [B], log-probs f32 [B]).
 
     Two levels, block sums and then inside the chosen block, because a running sum over a whole vocabulary costs more
     than the rest of the step and loses precision. Temperature 0 takes the largest logit, and its log-probability is

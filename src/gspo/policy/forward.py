@@ -64,16 +64,15 @@ def packed_hidden(
 
 def score_plain(policy: Policy, batch: PackedBatch, *, temperature: float = 1.0) -> TokenLogprobs:
     """The oracle and fall-back: each row on its own, prompt repeated, the model's own attention and logits."""
-    logprobs, entropies = [], []
+    scored = []
     for prompt, completion in _rows(batch):
         length = completion.shape[0]
         with policy.attention_implementation("sdpa" if policy.model._supports_sdpa else "eager"):
             inputs = torch.cat([prompt, completion[:-1]])[None].to(policy.device)
             logits = policy.model(input_ids=inputs, use_cache=False).logits[0, -length:]
-        values = plain_logprobs(logits, completion.to(policy.device), temperature)
-        logprobs.append(values.logprobs)
-        entropies.append(values.entropy)
-    return TokenLogprobs(torch.cat(logprobs), torch.cat(entropies))
+        scored.append(plain_logprobs(logits, completion.to(policy.device), temperature))
+    entropies = [values.entropy for values in scored if values.entropy is not None]
+    return TokenLogprobs(torch.cat([values.logprobs for values in scored]), torch.cat(entropies))
 
 
 def _rows(batch: PackedBatch) -> list[tuple[Tensor, Tensor]]:
@@ -103,7 +102,8 @@ def verify_forward(policy: Policy) -> ForwardCheck:
     """Compare log-probabilities and parameter gradients of the packed and the plain pass; changes nothing.
 
     Made on float32 weights, before they are rounded to the compute precision: in bfloat16 rounding alone moves a
-    log-probability by 0.1, which would hide a leak between rows. Families differ in what they do with positions, masks and keyword arguments, and the failures are silent.
+    log-probability by 0.1, which would hide a leak between rows. Families differ in what they do with positions, masks
+    and keyword arguments, and the failures are silent.
     """
     batch = _check_batch(policy.model.config.get_text_config().vocab_size)
     try:

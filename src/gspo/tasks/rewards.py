@@ -173,8 +173,8 @@ def _values(name: str, returned: Any, prompts: Sequence[Prompt]) -> list[float |
         )
     if len(returned) != len(prompts):
         raise RewardError(
-            f"The reward function {name} returned {len(returned)} scores for {len(prompts)} completions; it must return "
-            "one for each."
+            f"The reward function {name} returned {len(returned)} scores for {len(prompts)} completions; it must "
+            "return one for each."
         )
     return [_value(name, value, prompt) for value, prompt in zip(returned, prompts, strict=True)]
 
@@ -186,8 +186,8 @@ def _value(name: str, value: Any, prompt: Prompt) -> float | None:
         return None
     if not isinstance(value, (int, float)) or math.isinf(value):
         raise RewardError(
-            f"The reward function {name} gave {value!r} for an answer to prompt {prompt.prompt_id}; a score is a finite "
-            "number, or None for unscored."
+            f"The reward function {name} gave {value!r} for an answer to prompt {prompt.prompt_id}; a score is a "
+            "finite number, or None for unscored."
         )
     return float(value)
 

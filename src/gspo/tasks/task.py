@@ -83,6 +83,6 @@ def _read(spec: str, key: str) -> list[Prompt]:
     if spec.endswith((".jsonl", ".json")):
         return read_prompts(Path(spec).expanduser())
     raise ConfigError(
-        f"{key} = {spec!r} is not a source of prompts. Give a .jsonl file (one JSON object a line, with a 'prompt'), or "
-        f"one of: {', '.join('builtin:' + name for name in BUILTIN)}."
+        f"{key} = {spec!r} is not a source of prompts. Give a .jsonl file (one JSON object a line, with a 'prompt'), "
+        f"or one of: {', '.join('builtin:' + name for name in BUILTIN)}."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def run_iteration(
     results = update.run(rollouts, advantages)
     start = time.perf_counter()
     publisher.publish(trainer.optimizer.updates)
-    metrics = {"iteration": iteration, "policy_version": trainer.optimizer.updates}
+    metrics: dict[str, Any] = {"iteration": iteration, "policy_version": trainer.optimizer.updates}
     metrics |= _rollout_metrics(collected, rollouts)
     metrics |= update.metrics(results, rollouts)
     metrics["time/publish_seconds"] = time.perf_counter() - start
@@ -140,7 +141,7 @@ def split_evenly(count: int, parts: int, group_size: int) -> list[list[int]]:
     """Disjoint runs of whole groups, as equal as can be, covering ``range(count)``."""
     groups = count // group_size
     bounds = [part * groups // parts * group_size for part in range(parts + 1)]
-    return [list(range(low, high)) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [list(range(low, high)) for low, high in pairwise(bounds)]
 
 
 def to_row(rollout: Rollout, advantage: float) -> Row:

@@ -21,7 +21,7 @@ class MasterOptimizer:
     def __init__(self, model: nn.Module, config: OptimizerConfig, total_updates: int) -> None:
         self.config, self.total_updates = config, total_updates
         self.updates = 0
-        self.model_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.model_parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.copies = any(parameter.dtype == torch.bfloat16 for parameter in self.model_parameters)
         if self.copies:
             self.master = [parameter.detach().float() for parameter in self.model_parameters]
@@ -91,7 +91,7 @@ class MasterOptimizer:
 
 
 def learning_rate(config: OptimizerConfig, update: int, total: int) -> float:
-    """Learning rate of update number ``update`` (from 0): linear warm-up, then the schedule's fall to 0 at ``total``."""
+    """Of update number ``update`` (from 0): linear warm-up, then the schedule's fall to 0 at ``total``."""
     if update < config.warmup:
         return config.learning_rate * (update + 1) / config.warmup
     progress = min((update - config.warmup) / max(total - config.warmup, 1), 1.0)

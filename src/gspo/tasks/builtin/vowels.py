@@ -10,7 +10,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def make(rng: random.Random) -> tuple[str, str, Mapping[str, Any]]:
-    """(key, prompt, columns) of one problem: the asked letters are the vowels, the rest of the prompt is for variety."""
+    """(key, prompt, columns) of one problem; the word is there for variety."""
     word = "".join(rng.choice(LETTERS) for _ in range(rng.randint(3, 6)))
     answer = "".join(letter for letter in word if letter in "aeiou") or "a"
     return word, f"vowels only: {word}", {"answer": answer, "solution": answer}

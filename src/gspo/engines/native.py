@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gspo.algorithm.batch import Layout
 from gspo.engines.base import Engine, Progress, Request, Sampling
 from gspo.engines.sampling import sample_tokens
 from gspo.packing import Row, pack, pack_prompts
 from gspo.policy import attention
-from gspo.policy.attention import causal_attention, grouped_attention
+from gspo.policy.attention import decode_attention, grouped_attention
 from gspo.policy.forward import packed_hidden, score
 from gspo.policy.load import Policy
 from gspo.types import Completion, FinishReason
@@ -115,9 +116,7 @@ class _Session:
         self.prompts: dict[tuple[int, ...], _Prompt] = {}
         longest = max((len(request.prompt_ids) for request in requests), default=0)
         self.device = engine.policy.device
-        self.slots = _Slots(
-            min(engine.max_batch, self.total), longest + sampling.max_tokens, engine.policy.dtype, self.device
-        )
+        self.slots = _Slots(min(engine.max_batch, self.total), longest, self.device)
         self.active: list[_Answer] = []
 
     def run(self) -> list[list[Completion]]:
@@ -190,19 +189,25 @@ class _Session:
 
 
 class _Slots:
-    """The static cache: keys and values [count, H_kv, capacity, D] for each layer, made when a layer first writes."""
+    """The static cache: keys and values [count, H_kv, capacity, D] for each layer.
 
-    def __init__(self, count: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.count, self.capacity, self.dtype = count, capacity, dtype
+    It starts at the length of the longest prompt and grows by ``GROWTH`` tokens or a quarter when answers reach its
+    end: products run over whole, contiguous blocks, and a block is never much longer than what is in it.
+    """
+
+    GROWTH = 32
+
+    def __init__(self, count: int, capacity: int, device: torch.device) -> None:
+        self.count = count
+        self.capacity = capacity + self.GROWTH
         self.lengths = torch.zeros(count, dtype=torch.int64, device=device)
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def layer(self, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """``like`` [..., H_kv, tokens, D] gives the shape of a layer on first use."""
         if number not in self.layers:
-            heads, width = like.shape[-3], like.shape[-1]
             # zeros, not empty: masked places are read, and 0 x garbage could be NaN
-            shape = (self.count, heads, self.capacity, width)
+            shape = (self.count, like.shape[-3], self.capacity, like.shape[-1])
             self.layers[number] = (like.new_zeros(shape), like.new_zeros(shape))
         return self.layers[number]
 
@@ -223,8 +228,17 @@ class _Slots:
     def decode_context(self, active: int) -> _Decode:
         """The context of one step; the new token of each slot goes behind its last."""
         positions = self.lengths[:active].clone()
+        if int(positions.max()) >= self.capacity:
+            self._grow()
         self.lengths[:active] += 1
         return _Decode(self, positions)
+
+    def _grow(self) -> None:
+        more = max(self.GROWTH, self.capacity // 4)
+        self.capacity += more
+        for number, pair in self.layers.items():
+            longer = [F.pad(tensor, (0, 0, 0, more)) for tensor in pair]
+            self.layers[number] = (longer[0], longer[1])
 
 
 class _Prefill:
@@ -247,17 +261,16 @@ class _Decode:
         self.slots, self.positions = slots, positions
         self.longest = int(positions.max()) + 1
         self.rows = torch.arange(positions.shape[0], device=positions.device)
-        unwritten = torch.arange(self.longest, device=positions.device)[None] > positions[:, None]
-        self.mask = unwritten[:, None, None].to(slots.dtype).masked_fill_(unwritten[:, None, None], -torch.inf)
+        unwritten = torch.arange(slots.capacity, device=positions.device)[None] > positions[:, None]
+        self.mask = torch.zeros(unwritten.shape, device=positions.device).masked_fill_(unwritten, -torch.inf)
+        self.mask = self.mask[:, None, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         keys, values = self.slots.layer(layer, key)
         keys[self.rows, :, self.positions] = key[:, :, 0]
         values[self.rows, :, self.positions] = value[:, :, 0]
         active = self.rows.shape[0]
-        return causal_attention(
-            query, keys[:active, :, : self.longest], values[:active, :, : self.longest], self.mask, scale
-        )
+        return decode_attention(query, keys[:active], values[:active], self.mask, scale)
 
 
 def packed_hidden_rows(policy: Policy, token_ids: Tensor, context: _Decode) -> Tensor:

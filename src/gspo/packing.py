@@ -12,11 +12,11 @@ from math import ceil
 
 import torch
 
-from gspo.algorithm.batch import Bucket, GroupSpan, Layout, PackedBatch, StepBatch
+from gspo.algorithm.batch import Block, GroupSpan, Layout, PackedBatch, StepBatch
 from gspo.errors import PackingError
 
 MAX_PADDING = 0.25
-"""Largest share of padding in an attention bucket; more and the bucket is cut in two."""
+"""Largest share of padding in an attention block; more and the block is cut in two."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ def _pieces(rows: Sequence[Row], numbers: Sequence[int], max_tokens: int, share_
     pieces: list[list[int]] = []
     for members in by_prompt.values():
         piece: list[int] = []
+        share = _even_share(rows, members, max_tokens)
         for n in members:
             if _cost(rows, [n]) > max_tokens:
                 raise PackingError(
@@ -96,12 +97,22 @@ def _pieces(rows: Sequence[Row], numbers: Sequence[int], max_tokens: int, share_
                     f"{len(rows[n].token_ids)}), more than batch.max_tokens = {max_tokens}. Raise batch.max_tokens, or "
                     "lower task.max_prompt_tokens or rollout.max_tokens."
                 )
-            if piece and _cost(rows, [*piece, n]) > max_tokens:
+            if piece and _cost(rows, [*piece, n]) > share:
                 pieces.append(piece)
                 piece = []
             piece.append(n)
         pieces.append(piece)
     return pieces
+
+
+def _even_share(rows: Sequence[Row], members: Sequence[int], max_tokens: int) -> float:
+    """What a piece of these rows may cost, so that as few pieces as fit are equally large."""
+    prompt = len(rows[members[0]].prompt_ids)
+    completions = [len(rows[n].token_ids) - 1 for n in members]
+    if prompt + sum(completions) <= max_tokens:
+        return max_tokens
+    pieces = ceil(sum(completions) / max(max_tokens - prompt, 1))
+    return min(max_tokens, prompt + sum(completions) / pieces + max(completions) / 2)
 
 
 def _balance(rows: Sequence[Row], pieces: list[list[int]], max_tokens: int) -> list[list[list[int]]]:
@@ -151,7 +162,7 @@ def _build(rows: Sequence[Row], pieces: list[list[int]]) -> PackedBatch:
     return PackedBatch(
         token_ids=torch.tensor(tokens),
         position_ids=torch.tensor(positions),
-        layout=Layout(tuple(groups), tuple(_buckets([span for group in groups for span in group.completions]))),
+        layout=_layout(groups),
         predict_index=torch.tensor(predict),
         targets=torch.tensor([token for n in order for token in rows[n].token_ids]),
         completion_mask=torch.tensor([keep for n in order for keep in rows[n].completion_mask], dtype=torch.bool),
@@ -176,28 +187,42 @@ def pack_prompts(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.
         positions += range(len(prompt))
         groups.append(GroupSpan((start, len(tokens)), ()))
     last = [group.prompt[1] - 1 for group in groups]
-    return torch.tensor(tokens), torch.tensor(positions), Layout(tuple(groups), ()), last
+    return torch.tensor(tokens), torch.tensor(positions), _layout(groups), last
 
 
-def _buckets(spans: Sequence[tuple[int, int]]) -> list[Bucket]:
-    """Completions sorted by length, cut where padding would exceed its share."""
-    spans = sorted((span for span in spans if span[1] > span[0]), key=lambda span: span[0] - span[1])
-    buckets: list[Bucket] = []
-    members: list[tuple[int, int]] = []
+def _layout(groups: Sequence[GroupSpan]) -> Layout:
+    blocks: list[Block] = []
+    for group in groups:
+        blocks.append(_block((group.prompt[0], group.prompt[0]), [group.prompt]))
+        blocks += [_block(group.prompt, members) for members in _similar(group.completions)]
+    return Layout(tuple(groups), tuple(blocks))
+
+
+def _similar(spans: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Completions by length, longest first, cut where padding would exceed its share; empty ones left out."""
+    spans = sorted((span for span in spans if span[1] > span[0]), key=lambda span: (span[0] - span[1], span[0]))
+    runs: list[list[tuple[int, int]]] = []
     for span in spans:
-        if members:
-            longest = members[0][1] - members[0][0]
-            filled = sum(stop - start for start, stop in members) + span[1] - span[0]
-            if filled < (1 - MAX_PADDING) * longest * (len(members) + 1):
-                buckets.append(_bucket(members))
-                members = []
-        members.append(span)
-    return [*buckets, _bucket(members)] if members else buckets
+        if runs:
+            longest = runs[-1][0][1] - runs[-1][0][0]
+            filled = sum(stop - start for start, stop in runs[-1]) + span[1] - span[0]
+            if filled >= (1 - MAX_PADDING) * longest * (len(runs[-1]) + 1):
+                runs[-1].append(span)
+                continue
+        runs.append([span])
+    return runs
 
 
-def _bucket(members: Sequence[tuple[int, int]]) -> Bucket:
+def _block(prompt: tuple[int, int], members: Sequence[tuple[int, int]]) -> Block:
     starts = torch.tensor([start for start, _ in members])[:, None]
     lengths = torch.tensor([stop - start for start, stop in members])[:, None]
-    offset = torch.arange(int(lengths.max()))[None]
+    longest, width = int(lengths.max()), prompt[1] - prompt[0]
+    offset = torch.arange(longest)[None]
     valid = offset < lengths
-    return Bucket(index=torch.where(valid, starts + offset, starts), valid=valid)
+    index = torch.where(valid, starts + offset, starts)
+    future = torch.ones(longest, longest, dtype=torch.bool).triu(1)
+    mask = torch.zeros(longest, width + longest)
+    mask[:, width:].masked_fill_(future, -torch.inf)
+    first = int(index[0, 0])
+    end_to_end = torch.equal(index.flatten(), torch.arange(first, first + index.numel()))
+    return Block(prompt, index, valid, mask, end_to_end)

@@ -24,23 +24,31 @@ class GroupSpan:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Completions of similar length, addressed as a padded block for attention inside each completion.
+class Block:
+    """Rows of one group, of similar length, that attend in one go: each to the group's prompt and to itself.
 
-    ``index`` int64[s, longest]: forward positions, padding points at the completion's first token;
-    ``valid`` bool[s, longest]: False at padding.
+    ``prompt``: the prompt's token range (P tokens; empty when the row is itself a prompt). ``index`` int64[s, L]:
+    forward positions, padding points at the row's first token; ``valid`` bool[s, L]: False at padding. ``mask``
+    f32[L, P + L]: 0 where a row's token may look, -inf elsewhere. ``is_slice``: the rows are equally long and lie end to
+    end.
     """
 
+    prompt: tuple[int, int]
     index: Tensor
     valid: Tensor
+    mask: Tensor
+    is_slice: bool
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Who attends to whom: a completion token sees its prompt and its own past, nothing else."""
+    """Who attends to whom: a completion token sees its prompt and its own past, nothing else.
+
+    ``blocks`` cover every token of the pass once; a prompt's block comes before its completions'.
+    """
 
     groups: tuple[GroupSpan, ...]
-    buckets: tuple[Bucket, ...]
+    blocks: tuple[Block, ...]
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,8 @@ Swapped in through transformers' attention registry, so any architecture that us
 model is called with a ``gspo_context`` keyword that reaches the attention function of every layer; the context says
 who attends to whom. The registered mask function returns no mask: causality is the context's business.
 
-On the CPU the two parts of a completion's attention (its prompt, itself) are computed separately and merged by
-their log-sum-exp, so there is no mask, no copy of the prompt's keys for each completion, and no padding beyond the
-buckets of similar lengths. The backward pass gives each part the merged output and log-sum-exp, from which the
-flash kernel recovers exactly the merged softmax.
+On the CPU attention runs block by block: completions of one group and of similar length, behind their prompt's keys. A
+block's mask is [L, P + L], shared by its rows; there is no [T, T] mask and no padding to the longest row of the pass.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from gspo.algorithm.batch import Layout
+from gspo.algorithm.batch import Block, Layout
 from gspo.errors import GspoError
 
 NAME = "gspo"
@@ -106,22 +104,12 @@ class _GroupedAttention(torch.autograd.Function):
         q, k, v = _widened(query, key, value)
         out = q.new_empty(q.shape[1], q.shape[0], v.shape[2])
         lse = q.new_empty(q.shape[1], q.shape[0])
-        for prompt, completions in _regions(layout):
-            for part, causal in ((prompt, True), (completions, False)):
-                if part.stop > part.start:
-                    found, found_lse = _forward(
-                        q[None, :, part], k[None, :, prompt], v[None, :, prompt], 0.0, causal, scale=scale
-                    )
-                    out[part], lse[part] = found[0].transpose(0, 1), found_lse[0].T
-        for bucket in layout.buckets:
-            own, own_lse = _forward(*(_gather(x, bucket.index) for x in (q, k, v)), 0.0, True, scale=scale)
-            index = bucket.index[bucket.valid]
-            own, own_lse = own.transpose(1, 2)[bucket.valid], own_lse.transpose(1, 2)[bucket.valid]
-            prompt_lse = lse[index]
-            merged = torch.logaddexp(prompt_lse, own_lse)
-            mixed = out[index] * (prompt_lse - merged).exp()[..., None]
-            out[index] = mixed.addcmul_(own, (own_lse - merged).exp()[..., None])
-            lse[index] = merged
+        for block in layout.blocks:
+            inputs = (_rows(q, block), _behind_prompt(k, block), _behind_prompt(v, block))
+            mask = block.mask.to(q.dtype)
+            found, found_lse = _forward(*inputs, 0.0, False, attn_mask=mask, scale=scale)
+            _put(out, block, found.transpose(1, 2))
+            _put(lse, block, found_lse.transpose(1, 2))
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, lse)
         ctx.layout, ctx.scale = layout, scale
@@ -131,50 +119,24 @@ class _GroupedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         query, key, value, out, lse = ctx.saved_tensors
-        layout, scale = ctx.layout, ctx.scale
-        q, k, v = _widened(query, key, value)
-        g, o = _widened(grads[0].transpose(0, 1), out.transpose(0, 1))
-        z = lse.T
+        q, k, v, o, g = _widened(query, key, value, out.transpose(0, 1), grads[0].transpose(0, 1))
         # laid out [T, H, D] like the projections, so that these gradients flow on without a copy
-        dq, dk, dv = (torch.empty_like(x.transpose(0, 1)).transpose(0, 1) for x in (q, k, v))
-        for bucket in layout.buckets:
-            index, valid = bucket.index, bucket.valid
-            # +inf makes every probability of a padding query exactly 0
-            padded_lse = lse[index].masked_fill_(~valid[..., None], torch.inf).transpose(1, 2)
-            padded_grad = _gather(g, index).masked_fill(~valid[:, None, :, None], 0)
-            parts = (_gather(x, index) for x in (q, k, v, o))
-            found = _backward(padded_grad, *parts, padded_lse, 0.0, True, scale=scale)
-            for target, source in zip((dq, dk, dv), found, strict=True):
-                target.transpose(0, 1)[index[valid]] = source.transpose(1, 2)[valid]
-        for prompt, completions in _regions(layout):
-            found = _part_backward(g, q, k, v, o, z, prompt, prompt, True, scale)
-            dq[:, prompt], dk[:, prompt], dv[:, prompt] = found
-            if completions.stop > completions.start:
-                found = _part_backward(g, q, k, v, o, z, completions, prompt, False, scale)
-                dq[:, completions] += found[0]
-                dk[:, prompt] += found[1]
-                dv[:, prompt] += found[2]
-        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None
-
-
-def _part_backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    z: Tensor,
-    queries: slice,
-    keys: slice,
-    causal: bool,
-    scale: float,
-) -> list[Tensor]:
-    """Gradients of the queries and keys of one part of the attention, given the merged output and log-sum-exp."""
-    found = _backward(
-        g[None, :, queries], q[None, :, queries], k[None, :, keys], v[None, :, keys], o[None, :, queries],
-        z[None, :, queries], 0.0, causal, scale=scale,
-    )  # fmt: skip
-    return [gradient[0] for gradient in found]
+        dq, dk, dv = (torch.empty_like(x.transpose(0, 1)) for x in (q, k, v))
+        for block in ctx.layout.blocks:  # prompts come before the completions that add to their gradient
+            slope, own_lse = _rows(g, block), _rows(lse.T[..., None], block)[..., 0]
+            if not block.is_slice:  # padding: no gradient comes in, and +inf makes every probability exactly 0
+                slope = slope.masked_fill(~block.valid[:, None, :, None], 0)
+                own_lse = own_lse.masked_fill(~block.valid[:, None], torch.inf)
+            inputs = (_rows(q, block), _behind_prompt(k, block), _behind_prompt(v, block), _rows(o, block))
+            mask = block.mask.to(q.dtype)
+            found = _backward(slope, *inputs, own_lse, 0.0, False, attn_mask=mask, scale=ctx.scale)
+            prompt, width = slice(*block.prompt), block.prompt[1] - block.prompt[0]
+            _put(dq, block, found[0].transpose(1, 2))
+            for total, part in ((dk, found[1]), (dv, found[2])):
+                total[prompt] += part[:, :, :width].sum(0).transpose(0, 1)
+                _put(total, block, part[:, :, width:].transpose(1, 2))
+        gradients = zip((dq, dk, dv), (query, key, value), strict=True)
+        return (*(gradient.transpose(0, 1).to(x.dtype) for gradient, x in gradients), None, None)
 
 
 def _widened(*tensors: Tensor) -> list[Tensor]:
@@ -182,18 +144,28 @@ def _widened(*tensors: Tensor) -> list[Tensor]:
     return [x if x.dtype == torch.float64 else x.float() for x in tensors]
 
 
-def _regions(layout: Layout) -> list[tuple[slice, slice]]:
-    """Each group's prompt and all its completions behind it."""
-    regions = []
-    for group in layout.groups:
-        end = group.completions[-1][1] if group.completions else group.prompt[1]
-        regions.append((slice(*group.prompt), slice(group.prompt[1], end)))
-    return regions
+def _rows(x: Tensor, block: Block) -> Tensor:
+    """[H, T, D] -> [s, H, L, D]: the block's rows; a view where they lie end to end."""
+    if block.is_slice:
+        start = int(block.index[0, 0])
+        return x[:, start : start + block.index.numel()].unflatten(1, block.index.shape).transpose(0, 1)
+    return x.transpose(0, 1)[block.index].transpose(1, 2)
 
 
-def _gather(x: Tensor, index: Tensor) -> Tensor:
-    """[H, T, D] at [s, L] positions -> [s, H, L, D]."""
-    return x.transpose(0, 1)[index].transpose(1, 2)
+def _behind_prompt(x: Tensor, block: Block) -> Tensor:
+    """[H, T, D] -> [s, H, P + L, D]: the rows, each behind the block's prompt."""
+    rows = _rows(x, block)
+    prompt = x[:, slice(*block.prompt)]
+    return torch.cat([prompt.expand(rows.shape[0], *prompt.shape), rows], dim=2)
+
+
+def _put(target: Tensor, block: Block, rows: Tensor) -> None:
+    """Write [s, L, ...] rows to their places in ``target`` [T, ...]; padding is dropped."""
+    if block.is_slice:
+        start = int(block.index[0, 0])
+        target[start : start + block.index.numel()] = rows.flatten(0, 1)
+    else:
+        target[block.index[block.valid]] = rows[block.valid]
 
 
 def _flex_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:

@@ -71,10 +71,10 @@ def test_rows_do_not_see_each_other() -> None:
 
 
 def test_no_padding_value_can_reach_a_gradient() -> None:
-    """Rows of very different logits in one bucket: a padded query against a far larger row must not make NaN."""
+    """Rows of very different logits in one block: a padded query against a far larger row must not make NaN."""
     rows = random_rows([[8, 7, 7, 7]])
     batch = pack(rows, range(4), max_tokens=1000)[0]
-    assert any(not bucket.valid.all() for bucket in batch.layout.buckets)
+    assert any(not block.valid.all() for block in batch.layout.blocks)
     inputs = [torch.randn(2, batch.num_tokens, 8) * 200 for _ in range(3)]
     inputs = [x.requires_grad_() for x in inputs]
     out = grouped_attention(*inputs, batch.layout, 1.0)

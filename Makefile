@@ -12,6 +12,10 @@ demo: $(VENV)/.installed
 
 test: lint types layers pytest
 
+bench: $(VENV)/.installed
+	$(BIN)/python -c 'import sys; sys.path.insert(0, "examples"); import demo; sys.exit(0 if demo.get_weights() else 1)'
+	$(BIN)/python -m benchmarks.bench
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

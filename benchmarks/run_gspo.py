@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--scenario", choices=SCENARIOS, default="short")
     parser.add_argument("--model", required=True)
     parser.add_argument("--cases", nargs="+", default=["fixed", "natural"])
-    parser.add_argument("--max_tokens", type=int, default=2048)
+    parser.add_argument("--max_tokens", type=int, default=900)
     options = parser.parse_args()
     scenario = SCENARIOS[options.scenario]
     config = Config().with_values(
@@ -116,6 +116,7 @@ def record(case: str, metrics: dict[str, Any], seconds: float) -> dict[str, Any]
         tokens=metrics["rollout/completion_tokens"],
         rollout_seconds=metrics["time/rollout_seconds"],
         update_seconds=metrics["time/old_logprobs_seconds"] + metrics["time/update_seconds"],
+        update_only_seconds=metrics["time/update_seconds"],
         length_mean=metrics["rollout/length_mean"],
         no_signal_fraction=metrics["group/no_signal_fraction"],
     )

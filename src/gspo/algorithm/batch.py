@@ -29,8 +29,8 @@ class Block:
 
     ``prompt``: the prompt's token range (P tokens; empty when the row is itself a prompt). ``index`` int64[s, L]:
     forward positions, padding points at the row's first token; ``valid`` bool[s, L]: False at padding. ``mask``
-    f32[L, P + L]: 0 where a row's token may look, -inf elsewhere. ``is_slice``: the rows are equally long and lie end to
-    end.
+    f32[L, P + L]: 0 where a row's token may look, -inf elsewhere. ``is_slice``: the rows are equally long and lie end
+    to end.
     """
 
     prompt: tuple[int, int]

@@ -29,10 +29,7 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple
     blocks = weights.view(weights.shape[0], -1, BLOCK)
     cumulative = blocks.sum(-1).cumsum(-1)
     total = cumulative[:, -1]
-    if temperature == 0:
-        chosen = logits.argmax(-1)
-    else:
-        chosen = _search(blocks, cumulative, uniforms.to(total.dtype) * total)
+    chosen = logits.argmax(-1) if temperature == 0 else _search(blocks, cumulative, uniforms.to(total.dtype) * total)
     picked = logits.gather(1, chosen[:, None])[:, 0].float()
     return chosen, (picked - largest[:, 0]) / scale - total.log()
 

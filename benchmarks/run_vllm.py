@@ -17,7 +17,14 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     options = parser.parse_args()
     scenario = SCENARIOS[options.scenario]
-    engine = LLM(options.model, dtype="bfloat16", max_model_len=1024, max_num_seqs=64, enable_prefix_caching=True)
+    engine = LLM(
+        options.model,
+        dtype="bfloat16",
+        max_model_len=1024,
+        max_num_seqs=64,
+        enable_prefix_caching=True,
+        gpu_memory_utilization=0.3,  # on the CPU build: the share of the machine's memory
+    )
     params = SamplingParams(
         n=scenario.group_size, temperature=1.0, max_tokens=scenario.tokens, ignore_eos=True, logprobs=0
     )

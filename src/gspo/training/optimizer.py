@@ -73,9 +73,9 @@ class MasterOptimizer:
         self.clear()
 
     def clear(self) -> None:
+        """Drop the gradients: the next pass writes them anew instead of adding to zeros."""
         for master in self.master:
-            if master.grad is not None:
-                master.grad.zero_()
+            master.grad = None
 
     @torch.no_grad()
     def copy_to_model(self) -> None:

@@ -75,15 +75,25 @@ def test_a_gradient_that_is_not_finite_is_thrown_away(bad: float) -> None:
     assert made and model.weight.item() == pytest.approx(0.9)
 
 
-def test_clipping_is_by_the_norm_of_the_whole_gradient() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    optimizer = MasterOptimizer(model, OptimizerConfig(max_grad_norm=1.0), 10)
-    seen: list[torch.Tensor] = []
-    optimizer.adam.step = lambda: seen.append(model.weight.grad.clone())  # type: ignore[method-assign]
-    model(torch.tensor([[3.0, 4.0]])).sum().backward()
-    norm, _ = optimizer.step()
-    assert norm == pytest.approx(5.0)
-    torch.testing.assert_close(seen[0], torch.tensor([[0.6, 0.8]]))
+@pytest.mark.parametrize("largest", [0.5, 1.0, 100.0])
+def test_clipping_is_by_the_norm_of_the_whole_gradient(largest: float) -> None:
+    """Three steps equal to plain AdamW after torch's own clipping."""
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(8, 3), nn.Linear(8, 3)
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = MasterOptimizer(ours, OptimizerConfig(learning_rate=0.01, max_grad_norm=largest), 10)
+    adam = torch.optim.AdamW(theirs.parameters(), lr=0.01, weight_decay=0.0)
+    for step_number in range(3):
+        x = torch.randn(4, 8) * (1 + step_number)
+        for model in (ours, theirs):
+            (model(x) ** 2).sum().backward()
+        norm, made = optimizer.step()
+        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), largest)
+        adam.step()
+        adam.zero_grad()
+        assert made and norm == pytest.approx(float(expected), rel=1e-5)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
 def test_the_learning_rate_counts_updates() -> None:

@@ -158,7 +158,7 @@ class RunConfig:
 @dataclass(frozen=True)
 class TrackConfig:
     kinds: tuple[str, ...] = ()
-    """Further places metrics go to. The run folder always has them."""
+    """Further places metrics go to; none in this version. The run folder always has them."""
 
 
 @dataclass(frozen=True)
@@ -347,6 +347,11 @@ def _check_ranges(config: Config) -> None:
     if weights and functions and len(weights) != len(functions):
         raise ConfigError(
             f"task.reward_weights has {len(weights)} values for {len(functions)} reward functions; give one for each."
+        )
+    if config.track.kinds:
+        raise ConfigError(
+            f"track.kinds = {list(config.track.kinds)}: no tracker is available in this version. Remove it; "
+            "metrics.jsonl in the run folder has every number."
         )
     if config.eval.samples > 1 and config.eval.temperature == 0:
         raise ConfigError("eval.samples above 1 needs eval.temperature above 0: greedy answers are all the same.")

@@ -96,6 +96,7 @@ SETTINGS = {
     "reward name": ('[task]\nreward = "json:correct"', "json has no 'correct'"),
     "weights": ('[task]\nreward = ["json:dumps"]\nreward_weights = [1.0, 2.0]', "has 2 values for 1 reward functions"),
     "context": ("[rollout]\nmax_tokens = 2000\n[batch]\nmax_tokens = 9000", "more than the model's context of 1024"),
+    "tracker": ('[track]\nkinds = "wandb"', "no tracker is available"),
     "pass size": ("[batch]\nmax_tokens = 100", "batch.max_tokens = 100 cannot hold one row"),
     "prompts too long": ("[task]\nmax_prompt_tokens = 3", "are longer than task.max_prompt_tokens = 3"),
 }

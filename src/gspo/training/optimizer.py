@@ -7,6 +7,7 @@ weights, gradients are added up in float32 over the passes of an update, and the
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,12 +17,18 @@ from gspo.config import OptimizerConfig
 
 
 class MasterOptimizer:
-    """``master`` are the float32 weights: the model's own when it is float32, else copies in parameter order."""
+    """``master`` are the float32 weights: the model's own when it is float32, else copies; both in order of ``names``.
+
+    ``intact`` is False while weights are being changed: what is saved then would be neither the old nor the new ones.
+    """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, total_updates: int) -> None:
         self.config, self.total_updates = config, total_updates
         self.updates = 0
-        self.model_parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.intact = True
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.names = list(trained)
+        self.model_parameters: list[Tensor] = list(trained.values())
         self.copies = any(parameter.dtype == torch.bfloat16 for parameter in self.model_parameters)
         if self.copies:
             self.master = [parameter.detach().float() for parameter in self.model_parameters]
@@ -61,8 +68,81 @@ class MasterOptimizer:
                 torch._foreach_mul_(gradients, self.config.max_grad_norm / norm)
             for group in self.adam.param_groups:
                 group["lr"] = self.learning_rate()
+            self.intact = False
             self.adam.step()
             self.copy_to_model()
+            self.intact = True
+        self.updates += 1
+        self.clear()
+        return norm, made
+
+    def skip(self) -> None:
+        """An update without signal: the weights stay (Adam's momentum would move them), the schedule goes on."""
+        self.updates += 1
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop the gradients: the next pass writes them anew instead of adding to zeros."""
+        for master in self.master:
+            master.grad = None
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        if self.copies:
+            torch._foreach_copy_(self.model_parameters, self.master)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take float32 weights by parameter name."""
+        for name, master in zip(self.names, self.master, strict=True):
+            master.copy_(weights[name])
+        self.copy_to_model()
+
+    def moments(self) -> dict[str, Tensor]:
+        """Adam's state as 'KIND/PARAMETER'; a parameter that never had a gradient has none."""
+        return {
+            f"{kind}/{name}": value.contiguous()
+            for name, master in zip(self.names, self.master, strict=True)
+            for kind, value in self.adam.state.get(master, {}).items()
+        }
+
+    def load_moments(self, moments: Mapping[str, Tensor]) -> None:
+        """The reverse of ``moments``; parameters go by name, whatever their order."""
+        states: dict[int, dict[str, Tensor]] = {}
+        for key, value in moments.items():
+            kind, _, name = key.partition("/")
+            states.setdefault(self.names.index(name), {})[kind] = value
+        self.adam.load_state_dict({"state": states, "param_groups": self.adam.state_dict()["param_groups"]})
+
+
+def learning_rate(self) -> float:
+        """Of the next update."""
+        return learning_rate(self.config, self.updates, self.total_updates)
+
+    def gradient_norm(self) -> float:
+        """L2 norm of the whole gradient; 0 when there is none."""
+        gradients = [master.grad for master in self.master if master.grad is not None]
+        if not gradients:
+            return 0.0
+        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+
+    def step(self) -> tuple[float, bool]:
+        """One update from the gradients added up since the last: (gradient norm before clipping, was it made).
+
+        A gradient that is not finite is thrown away and the weights stay as they are.
+        """
+        norm = self.gradient_norm()
+        made = math.isfinite(norm)
+        if made:
+            gradients = [master.grad for master in self.master if master.grad is not None]
+            if norm > self.config.max_grad_norm:
+                torch._foreach_mul_(gradients, self.config.max_grad_norm / norm)
+            for group in self.adam.param_groups:
+                group["lr"] = self.learning_rate()
+            self.intact = False
+            self.adam.step()
+            self.copy_to_model()
+            self.intact = True
         self.updates += 1
         self.clear()
         return norm, made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -47,10 +47,13 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def with_old_logprobs(self, step: StepBatch) -> StepBatch:
-        """Score an update's passes with the present weights, in the very passes the update will make."""
-        scored = [replace(batch, old_logprobs=self.score(batch, entropy=False).logprobs) for batch in step.batches]
-        return replace(step, batches=tuple(scored))
+    def old_logprobs(self, step: StepBatch) -> dict[int, list[float]]:
+        """By row number, the present weights' log-probs (nats) in the very passes that the update will make."""
+        found: dict[int, list[float]] = {}
+        for batch in step.batches:
+            scored = split_by_sequence(self.score(batch, entropy=False).logprobs, batch.cu_seqlens)
+            found |= {row: values.tolist() for row, values in zip(batch.rows, scored, strict=True)}
+        return found
 
     def forward_backward(self, step: StepBatch, means: Means) -> tuple[float, dict[int, RowResult]]:
         """Add the gradient of one update's loss to the weights' gradients.

@@ -55,7 +55,10 @@ class Place(NamedTuple):
 
 @dataclass
 class RunState:
-    """The small things a run continues from. ``cursor``: the prompt source's, before the next draw. ``not_finite``: updates left out in a row because their gradient was not finite.
+    """The small things a run continues from.
+
+    ``cursor``: the prompt source's, before the next draw. ``not_finite``: updates left out in a row for a gradient that
+    was not finite. ``noise_floor`` and ``old_source``: as the first iteration measured, and decided for 'auto'.
     """
 
     iterations: int
@@ -64,6 +67,8 @@ class RunState:
     data_fingerprint: str
     engine_noise: float = 0.0
     not_finite: int = 0
+    old_source: str | None = None
+    noise_floor: float | None = None
     random: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 

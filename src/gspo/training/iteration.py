@@ -5,6 +5,7 @@ It can be left after any of its updates and gone on with in another process: all
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +17,12 @@ import torch
 from gspo.algorithm.advantages import group_advantages
 from gspo.algorithm.batch import StepBatch
 from gspo.config import Config
-from gspo.metrics import Means, mean, std
+from gspo.metrics import Means, mean, percentile, std
 from gspo.packing import Row, pack_step
 from gspo.rollout.collect import Collected
 from gspo.sync.publish import Publisher
 from gspo.training.environment import peak_memory_bytes
-from gspo.training.observe import engine_gap_p99, rollout_metrics, rollout_record
+from gspo.training.observe import mismatch_metrics, rollout_metrics, rollout_record
 from gspo.training.trainer import RowResult, Trainer
 from gspo.types import Group, Rollout
 
@@ -32,12 +33,13 @@ Progress = Callable[[str, int, int], None]
 class Iteration:
     """An iteration under way: its rollouts, and what its updates have found so far. Plain data, so it can be saved.
 
-    ``old_logprobs``: nats, by rollout number, of the rollouts that later updates need them for; None before scoring.
-    ``results``: by rollout number, what the updates made so far saw.
+    ``old_source``: 'trainer' or 'engine', whose old log-probs the ratio is taken against. ``old_logprobs``: nats, by
+    rollout number, of the rollouts that updates need them for; None before they are known. ``results``: by rollout number, what the updates made so far saw.
     """
 
     number: int
     collected: Collected
+    old_source: str = "trainer"
     old_logprobs: dict[int, list[float]] | None = None
     updates_done: int = 0
     results: dict[int, RowResult] = field(default_factory=dict)
@@ -46,6 +48,8 @@ class Iteration:
     norms: list[float] = field(default_factory=list)
     skipped: int = 0
     not_finite: int = 0
+    masked: int = 0
+    noise_floor: float | None = None
     learning_rate: float = 0.0
     old_seconds: float = 0.0
     update_seconds: float = 0.0
@@ -64,14 +68,13 @@ def run_iteration(
     iteration: Iteration, trainer: Trainer, publisher: Publisher, config: Config, progress: Progress
 ) -> IterationResult:
     """Make the updates that are left, from disjoint parts of the rollouts, and publish the weights."""
-    rollouts = iteration.collected.rollouts
     advantages = advantages_of(iteration.collected.groups, config)
     _Updates(iteration, trainer, config, advantages).run(progress)
     start = time.perf_counter()
     publisher.publish(trainer.optimizer.updates)
     metrics: dict[str, Any] = {"iteration": iteration.number, "policy_version": trainer.optimizer.updates}
     metrics |= rollout_metrics(iteration.collected)
-    metrics |= _update_metrics(iteration, rollouts)
+    metrics |= _update_metrics(iteration, config)
     metrics["time/publish_seconds"] = time.perf_counter() - start
     metrics["memory/peak_bytes"] = peak_memory_bytes()
     rows = [
@@ -103,20 +106,46 @@ class _Updates:
     def run(self, progress: Progress) -> None:
         found = self.iteration
         if found.old_logprobs is None:
-            # Old log-probs belong to the weights that sampled. The first update supplies its own (its ratio is exactly
-            # 1); the others are scored now, before any weight moves.
             start = time.perf_counter()
-            found.old_logprobs = {}
-            for part in self.parts[1:]:
-                by_row = self.trainer.old_logprobs(self._pack(part))
-                found.old_logprobs |= {part[row]: values for row, values in by_row.items()}
+            found.old_logprobs = self._old_logprobs()
             found.old_seconds = time.perf_counter() - start
+            if found.number == 1:
+                found.noise_floor = self._noise_floor()
         while found.updates_done < len(self.parts):
             progress("update", found.updates_done, len(self.parts))
             start = time.perf_counter()
             self._update(self.parts[found.updates_done])
             found.update_seconds += time.perf_counter() - start
             found.updates_done += 1
+
+    def _old_logprobs(self) -> dict[int, list[float]]:
+        """Of the weights that sampled, by rollout number.
+
+        The trainer's first update supplies its own, so that its ratio is exactly 1; the others are scored here, before
+        any weight moves.
+        """
+        if self.iteration.old_source == "engine":
+            return {number: rollout.rollout_logprobs for number, rollout in enumerate(self.rollouts)}
+        found: dict[int, list[float]] = {}
+        for part in self.parts[1:]:
+            by_row = self.trainer.old_logprobs(self._pack(part))
+            found |= {part[row]: values for row, values in by_row.items()}
+        return found
+
+    def _noise_floor(self) -> float | None:
+        """99th percentile of |log ratio| between two passes of the same answers and weights, packed differently."""
+        for part in self.parts:
+            rows = [to_row(self.rollouts[n], float(self.advantages[n])) for n in part]
+            most = self.config.batch.max_tokens
+            shared, alone = (
+                self.trainer.old_logprobs(pack_step(rows, max_tokens=most, share_prompts=share))
+                for share in (True, False)
+            )
+            if shared:
+                gaps = [sum(shared[row]) - sum(alone[row]) for row in shared]
+                lengths = [len(shared[row]) for row in shared]
+                return percentile([abs(gap) / length for gap, length in zip(gaps, lengths, strict=True)], 0.99)
+        return None
 
     def _update(self, part: Sequence[int]) -> None:
         found, optimizer = self.iteration, self.trainer.optimizer
@@ -126,9 +155,15 @@ class _Updates:
             optimizer.skip()
             found.skipped += 1
             return
-        loss, results = self.trainer.forward_backward(step, found.means)
-        norm, made = self.trainer.optim_step()
+        loss, results = self.trainer.forward_backward(
+            step, found.means, moved=found.updates_done > 0, engine_old=found.old_source == "engine"
+        )
         found.results |= {part[row]: result for row, result in results.items()}
+        if all(result.weight == 0 for result in results.values()):
+            optimizer.skip()
+            found.masked += 1
+            return
+        norm, made = self.trainer.optim_step()
         found.not_finite += not made
         found.losses.append(loss)
         found.norms.append(norm)
@@ -139,22 +174,27 @@ class _Updates:
         return pack_step(rows, max_tokens=self.config.batch.max_tokens)
 
 
-def _update_metrics(found: Iteration, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+def _update_metrics(found: Iteration, config: Config) -> dict[str, Any]:
+    rollouts = found.collected.rollouts
     ratios = [result.ratio for result in found.results.values()]
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    seconds = found.old_seconds + found.update_seconds
     metrics: dict[str, Any] = {
         "objective/loss": mean(found.losses),
         "objective/ratio_mean": mean(ratios),
         "objective/ratio_std": std(ratios),
+        "objective/log_ratio_p90": percentile([abs(math.log(ratio)) for ratio in ratios if ratio > 0], 0.9),
         **found.means.result(),
-        "mismatch/sequence_p99": engine_gap_p99(found.results, rollouts),
+        **mismatch_metrics(found.results, config.clip),
+        "noise/floor": found.noise_floor,
         "optimizer/grad_norm": mean(found.norms),
         "optimizer/learning_rate": found.learning_rate,
         "optimizer/updates_without_signal": found.skipped,
         "optimizer/updates_not_finite": found.not_finite,
+        "optimizer/updates_masked": found.masked or None,
         "time/old_logprobs_seconds": found.old_seconds,
         "time/update_seconds": found.update_seconds,
-        "throughput/update_tokens_per_second": tokens / max(found.old_seconds + found.update_seconds, 1e-9),
+        "throughput/update_tokens_per_second": tokens / max(seconds, 1e-9),
     }
     return {key: value for key, value in metrics.items() if value is not None}
 

@@ -25,6 +25,7 @@ from gspo.training.callbacks import Callback, RunInfo
 from gspo.training.checkpoint import Place, RunState, load_moments, prune, read_state, save_checkpoint, saved, set_aside
 from gspo.training.environment import environment
 from gspo.training.iteration import Iteration, IterationResult, run_iteration
+from gspo.training.observe import band_note
 from gspo.training.resume import ResumePoint, find_resume_point, random_states, restore_random_states
 from gspo.training.trainer import Trainer
 
@@ -158,20 +159,46 @@ class _Run:
             self.result.metrics.append(done.metrics)
             self._next_iteration()
             self._tell("on_iteration", done.metrics, done.groups)
+            self._learn_noise(done.metrics)
             self._check_finite(done.metrics)
             self._stop_if_requested()
             self._evaluate_and_save()
+        if self.result.iterations > 1:
+            self._say_band(self.result.metrics[-1])
 
     def _iterate(self, number: int) -> IterationResult:
         if self.under_way is None:
             collected = collect(self.system, self.config, number, self._progress)
-            self.under_way = Iteration(number, collected)
+            self.under_way = Iteration(number, collected, self._old_source())
             self.state.cursor = self.system.task.train.state_dict()
         return run_iteration(self.under_way, self.trainer, self.publisher, self.config, self._progress)
+
+    def _old_source(self) -> str:
+        setting = self.config.algorithm.old_logprobs
+        return setting if setting != "auto" else self.state.old_source or "trainer"
 
     def _next_iteration(self) -> None:
         self.under_way = None
         self.result.iterations += 1
+
+    def _learn_noise(self, metrics: dict[str, Any]) -> None:
+        """What the first iteration shows of rounding, the engine and the clip band is said, and decides 'auto'."""
+        state, gap = self.state, metrics.get("mismatch/sequence_p99")
+        if metrics["iteration"] == 1:
+            state.noise_floor = metrics.get("noise/floor")
+            self._say_band(metrics)
+        if self.config.algorithm.old_logprobs == "auto" and state.old_source is None and gap is not None:
+            limit = min(self.config.clip) / 3
+            state.old_source = "engine" if gap < limit else "trainer"
+            self._say(
+                f"algorithm.old_logprobs = auto: {state.old_source}, because 99 of 100 answers differ by at most {gap:.1e} "
+                f"between engine and trainer, and a third of the clip band is {limit:.1e}"
+            )
+
+    def _say_band(self, metrics: dict[str, Any]) -> None:
+        note = band_note(metrics, self.state.noise_floor, self.config)
+        if note:
+            self._say(note)
 
     def _evaluate_and_save(self) -> None:
         """What is due after the iterations done so far, unless a run that this one goes on from has done it."""
@@ -232,7 +259,8 @@ class _Run:
     def _check_finite(self, metrics: dict[str, Any]) -> None:
         """Count updates thrown away for NaN or infinite gradients; give up when nothing else happens."""
         bad = metrics["optimizer/updates_not_finite"]
-        made = self.config.algorithm.updates_per_rollout - bad - metrics["optimizer/updates_without_signal"]
+        masked = metrics.get("optimizer/updates_masked", 0)
+        made = self.config.algorithm.updates_per_rollout - bad - masked - metrics["optimizer/updates_without_signal"]
         self.state.not_finite = 0 if made else self.state.not_finite + bad
         if self.state.not_finite >= MAX_NOT_FINITE:
             raise DivergenceError(
@@ -240,7 +268,9 @@ class _Run:
                 "optimizer.learning_rate, set model.dtype = 'float32', or start from an earlier checkpoint."
             )
         if bad:
-            self._tell("on_message", f"{bad} update(s) left out: the gradient was not finite")
+            self._say(f"{bad} update(s) left out: the gradient was not finite")
+        if masked:
+            self._say(f"{masked} update(s) left out: {self.config.algorithm.correction} masked every answer in them")
 
     def _progress(self, stage: str, done: int, total: int) -> None:
         self._tell("on_progress", stage, done, total)

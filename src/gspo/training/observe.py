@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gspo.config import Config
 from gspo.evaluation.run import prompt_text
-from gspo.metrics import mean, std
+from gspo.metrics import mean, percentile, std
 from gspo.rollout.collect import Collected
 from gspo.training.trainer import RowResult
 from gspo.types import Group, Rollout
@@ -37,13 +39,51 @@ def rollout_metrics(collected: Collected) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def engine_gap_p99(results: Mapping[int, RowResult], rollouts: Sequence[Rollout]) -> float | None:
-    """99th percentile of |mean over tokens of trainer - engine log-probs|, in nats, over sequences."""
-    gaps = sorted(
-        abs(sum(result.old_logprobs) - sum(rollouts[number].rollout_logprobs)) / len(result.old_logprobs)
-        for number, result in results.items()
+def mismatch_metrics(results: Mapping[int, RowResult], band: tuple[float, float]) -> dict[str, float | None]:
+    """Engine against trainer by sequence, on the weights that sampled; ``band`` is the clip range (low, high).
+
+    sequence_pQ: percentiles of |log s| that the engine's numbers alone would give. outside_band: share of sequences
+    that this noise alone puts outside the band. effective_sample_size: (sum w)^2 / (n sum w^2) of the sequences' full
+    importance weights w = pi_trainer / pi_engine, 1 without mismatch.
+    """
+    seen = [(result.engine_gap, len(result.old_logprobs)) for result in results.values()]
+    known = [(gap, length) for gap, length in seen if gap is not None]
+    gaps = [abs(gap) for gap, _ in known]
+    low, high = math.log1p(-band[0]), math.log1p(band[1])
+    totals = [gap * length for gap, length in known]
+    weights = [math.exp(total - max(totals)) for total in totals]
+    return {
+        "mismatch/sequence_p50": percentile(gaps, 0.5),
+        "mismatch/sequence_p90": percentile(gaps, 0.9),
+        "mismatch/sequence_p99": percentile(gaps, 0.99),
+        "mismatch/outside_band": mean(float(not low <= gap <= high) for gap, _ in known),
+        "mismatch/effective_sample_size": sum(weights) ** 2 / len(weights) / sum(w * w for w in weights)
+        if weights
+        else None,
+    }
+
+
+def band_note(metrics: Mapping[str, Any], noise_floor: float | None, config: Config) -> str | None:
+    """What the clip band meant in this run, from measurement; None for objectives without a sequence ratio."""
+    drift, engine = metrics.get("objective/log_ratio_p90"), metrics.get("mismatch/sequence_p99")
+    if not config.algorithm.objective.startswith("gspo") or drift is None:
+        return None
+    low, high = config.clip
+    noise = max(noise_floor or 0.0, (engine or 0.0) if config.algorithm.old_logprobs == "engine" else 0.0)
+    parts = [f"an iteration's updates move nine in ten by at most {drift:.1e}"]
+    if noise_floor is not None:
+        parts.append(f"packing them otherwise moves 99 of 100 by at most {noise_floor:.1e}")
+    if engine is not None:
+        parts.append(f"the engine's numbers differ by at most {engine:.1e} (99 of 100)")
+    text = (
+        f"clip band {low:g} / {high:g} at {metrics['rollout/length_mean']:.0f} tokens an answer, as |log s|: "
+        + ", ".join(parts)
     )
-    return gaps[min(int(0.99 * len(gaps)), len(gaps) - 1)] if gaps else None
+    if noise > min(low, high):
+        return f"{text}. The noise exceeds the band: many sequences are clipped by rounding alone. Use float32, longer answers, or a band of about {3 * noise:.0e}."
+    if drift > 2 * max(low, high):
+        return f"{text}. The band acts as a gate, not as a limit; one that lets nine in ten through here would be about {drift:.0e}."
+    return f"{text}. The band lies between noise and drift, as meant."
 
 
 def has_signal(rewards: Sequence[float]) -> bool:

@@ -92,7 +92,10 @@ class RunDirectory:
                     path.unlink()
 
     def log(self, text: str) -> None:
-        with suppress(OSError), (self.path / "log.txt").open("a", encoding="utf-8") as file:  # a full disk shows elsewhere
+        with (
+            suppress(OSError),
+            (self.path / "log.txt").open("a", encoding="utf-8") as file,
+        ):  # a full disk shows elsewhere
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def metrics(self) -> list[dict[str, Any]]:

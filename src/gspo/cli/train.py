@@ -12,16 +12,16 @@ from gspo.config import Config
 from gspo.errors import Interrupted
 
 DESCRIPTION = (
-    "Train with GSPO. Settings come from CONFIG.toml; each can be given here instead, under the same name. With --resume "
-    "RUN and no CONFIG.toml they are the run's own."
+    "Train with GSPO. Settings come from CONFIG.toml; each can be given here instead, under the same name. With "
+    "--resume RUN and no CONFIG.toml they are the run's own."
 )
 
 
 @dataclass(frozen=True)
 class TrainOptions:
     resume: str = ""
-    """Go on with a run, by its folder or name, from its newest whole checkpoint. 'auto': the newest run of this name that
-    has one, or a new run."""
+    """Go on with a run, by its folder or name, from its newest whole checkpoint. 'auto': the newest run of this name
+    that has one, or a new run."""
     dry_run: Switch = False
     """Print the config as it would run, check prompts and rewards, and stop."""
 

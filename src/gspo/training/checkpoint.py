@@ -131,7 +131,8 @@ def write_whole(folder: Path, write: Callable[[Path], None], needed: int) -> Pat
         free = shutil.disk_usage(partial).free
         if free < needed:
             raise CheckpointError(
-                f"The checkpoint {folder} needs {needed / 1e6:,.0f} MB and the disk has {free / 1e6:,.0f} MB free. {advice}"
+                f"The checkpoint {folder} needs {needed / 1e6:,.0f} MB and the disk has {free / 1e6:,.0f} MB free. "
+                + advice
             )
         write(partial)
         manifest = {path.name: _facts(path) for path in sorted(partial.iterdir())}
@@ -146,7 +147,9 @@ def write_whole(folder: Path, write: Callable[[Path], None], needed: int) -> Pat
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"The checkpoint {folder} cannot be written: {error.strerror or error}. {advice}") from error
+        raise CheckpointError(
+            f"The checkpoint {folder} cannot be written: {error.strerror or error}. {advice}"
+        ) from error
     except Exception as error:  # safetensors wraps the system's error in one of its own
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"The checkpoint {folder} cannot be written: {error}. {advice}") from error
@@ -189,7 +192,7 @@ def saved(checkpoints: Path) -> list[Place]:
 
 def newest_whole(checkpoints: Path) -> tuple[Place | None, list[str]]:
     """(the newest checkpoint that is whole, a line for each newer one that is not)."""
-    skipped = []
+    skipped: list[str] = []
     for place in reversed(saved(checkpoints)):
         wrong = damage(checkpoints / place.name)
         if wrong is None:

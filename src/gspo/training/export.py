@@ -50,7 +50,11 @@ def _choose(run: RunDirectory, checkpoint: str) -> str:
             raise CheckpointError(f"{run.path} has no whole checkpoint. {'; '.join(notes)}".rstrip())
         return place.name
     if checkpoint == "best":
-        there = {r["iteration"]: r["accuracy"] or 0.0 for r in run.evals() if (run.checkpoints / str(r["iteration"])).is_dir()}
+        there = {
+            r["iteration"]: r["accuracy"] or 0.0
+            for r in run.evals()
+            if (run.checkpoints / str(r["iteration"])).is_dir()
+        }
         if not there:
             raise CheckpointError(f"No checkpoint of {run.path} was evaluated; use --checkpoint newest.")
         return str(max(there, key=there.__getitem__))

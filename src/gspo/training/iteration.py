@@ -34,7 +34,8 @@ class Iteration:
     """An iteration under way: its rollouts, and what its updates have found so far. Plain data, so it can be saved.
 
     ``old_source``: 'trainer' or 'engine', whose old log-probs the ratio is taken against. ``old_logprobs``: nats, by
-    rollout number, of the rollouts that updates need them for; None before they are known. ``results``: by rollout number, what the updates made so far saw.
+    rollout number, of the rollouts that updates need them for; None before they are known. ``results``: by rollout
+    number, what the updates made so far saw.
     """
 
     number: int
@@ -99,9 +100,7 @@ class _Updates:
     def __init__(self, iteration: Iteration, trainer: Trainer, config: Config, advantages: torch.Tensor) -> None:
         self.iteration, self.trainer, self.config, self.advantages = iteration, trainer, config, advantages
         self.rollouts = iteration.collected.rollouts
-        self.parts = split_evenly(
-            len(self.rollouts), config.algorithm.updates_per_rollout, config.rollout.group_size
-        )
+        self.parts = split_evenly(len(self.rollouts), config.algorithm.updates_per_rollout, config.rollout.group_size)
 
     def run(self, progress: Progress) -> None:
         found = self.iteration

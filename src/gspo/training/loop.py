@@ -98,9 +98,9 @@ class _Run:
         source, optimizer = self.system.task.train, self.trainer.optimizer
         if source.fingerprint != self.state.data_fingerprint:
             raise CheckpointError(
-                f"--resume: the prompts of {self.config.task.prompts} are not those that {point.directory.path} trained "
-                "on (their fingerprint differs), so its place in them means nothing. Restore them, or start a new run "
-                f"from its weights: --model.path {point.folder}"
+                f"--resume: the prompts of {self.config.task.prompts} are not those that {point.directory.path} "
+                "trained on (their fingerprint differs), so its place in them means nothing. Restore them, or start a "
+                f"new run from its weights: --model.path {point.folder}"
             )
         source.load_state_dict(self.state.cursor)
         saved_model = load_policy(replace(self.config.model, path=str(point.folder))).model
@@ -191,8 +191,8 @@ class _Run:
             limit = min(self.config.clip) / 3
             state.old_source = "engine" if gap < limit else "trainer"
             self._say(
-                f"algorithm.old_logprobs = auto: {state.old_source}, because 99 of 100 answers differ by at most {gap:.1e} "
-                f"between engine and trainer, and a third of the clip band is {limit:.1e}"
+                f"algorithm.old_logprobs = auto: {state.old_source}, because 99 of 100 answers differ by at most "
+                f"{gap:.1e} between engine and trainer, and a third of the clip band is {limit:.1e}"
             )
 
     def _say_band(self, metrics: dict[str, Any]) -> None:

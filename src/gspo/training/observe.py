@@ -80,9 +80,15 @@ def band_note(metrics: Mapping[str, Any], noise_floor: float | None, config: Con
         + ", ".join(parts)
     )
     if noise > min(low, high):
-        return f"{text}. The noise exceeds the band: many sequences are clipped by rounding alone. Use float32, longer answers, or a band of about {3 * noise:.0e}."
+        return (
+            f"{text}. The noise exceeds the band: many sequences are clipped by rounding alone. Use float32, longer "
+            f"answers, or a band of about {3 * noise:.0e}."
+        )
     if drift > 2 * max(low, high):
-        return f"{text}. The band acts as a gate, not as a limit; one that lets nine in ten through here would be about {drift:.0e}."
+        return (
+            f"{text}. The band acts as a gate, not as a limit; one that lets nine in ten through here would be about "
+            f"{drift:.0e}."
+        )
     return f"{text}. The band lies between noise and drift, as meant."
 
 

@@ -115,61 +115,6 @@ class MasterOptimizer:
         self.adam.load_state_dict({"state": states, "param_groups": self.adam.state_dict()["param_groups"]})
 
 
-def learning_rate(self) -> float:
-        """Of the next update."""
-        return learning_rate(self.config, self.updates, self.total_updates)
-
-    def gradient_norm(self) -> float:
-        """L2 norm of the whole gradient; 0 when there is none."""
-        gradients = [master.grad for master in self.master if master.grad is not None]
-        if not gradients:
-            return 0.0
-        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
-
-    def step(self) -> tuple[float, bool]:
-        """One update from the gradients added up since the last: (gradient norm before clipping, was it made).
-
-        A gradient that is not finite is thrown away and the weights stay as they are.
-        """
-        norm = self.gradient_norm()
-        made = math.isfinite(norm)
-        if made:
-            gradients = [master.grad for master in self.master if master.grad is not None]
-            if norm > self.config.max_grad_norm:
-                torch._foreach_mul_(gradients, self.config.max_grad_norm / norm)
-            for group in self.adam.param_groups:
-                group["lr"] = self.learning_rate()
-            self.intact = False
-            self.adam.step()
-            self.copy_to_model()
-            self.intact = True
-        self.updates += 1
-        self.clear()
-        return norm, made
-
-    def skip(self) -> None:
-        """An update without signal: the weights stay (Adam's momentum would move them), the schedule goes on."""
-        self.updates += 1
-        self.clear()
-
-    def clear(self) -> None:
-        """Drop the gradients: the next pass writes them anew instead of adding to zeros."""
-        for master in self.master:
-            master.grad = None
-
-    @torch.no_grad()
-    def copy_to_model(self) -> None:
-        if self.copies:
-            torch._foreach_copy_(self.model_parameters, self.master)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"adam": self.adam.state_dict(), "updates": self.updates}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.adam.load_state_dict(state["adam"])
-        self.updates = state["updates"]
-
-
 def learning_rate(config: OptimizerConfig, update: int, total: int) -> float:
     """Of update number ``update`` (from 0): linear warm-up, then the schedule's fall to 0 at ``total``."""
     if update < config.warmup:

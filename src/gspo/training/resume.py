@@ -66,7 +66,8 @@ def find_resume_point(config: Config, resume: str) -> ResumePoint | None:
     if refused:
         raise CheckpointError(
             f"--resume {resume}: the config is not that of {folder}: {'; '.join(refused)}. Go on with the run's own "
-            f"settings (gspo train --resume {folder}), or start a new run from its weights (--model.path {point.folder})."
+            f"settings (gspo train --resume {folder}), or start a new run from its weights (--model.path "
+            f"{point.folder})."
         )
     notes += [f"changed on resuming: {line}" for key, line in changed.items() if not key.startswith("run.name")]
     return point
@@ -105,7 +106,7 @@ def _newest_run(parent: Path, name: str) -> Path | None:
 
 
 def random_states() -> dict[str, Any]:
-    """JSON-able states of the global generators that user code may draw from; gspo's own draws are by seed and place."""
+    """JSON-able states of the global generators that user code may draw from; gspo's own draws need none."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
     version, internal, gauss = random.getstate()
     states: dict[str, Any] = {

@@ -151,9 +151,7 @@ class Trainer:
 
 
 @torch.no_grad()
-def _observe(
-    means: Means, batch: PackedBatch, scored: TokenLogprobs, old: Tensor, output: ObjectiveOutput
-) -> None:
+def _observe(means: Means, batch: PackedBatch, scored: TokenLogprobs, old: Tensor, output: ObjectiveOutput) -> None:
     """Numbers of one pass, each weighted by what it counts."""
     mask = batch.completion_mask
     tokens = int(mask.sum())
@@ -171,9 +169,7 @@ def _observe(
 
 
 @torch.no_grad()
-def _observe_mismatch(
-    means: Means, batch: PackedBatch, sampled: Tensor | None, correction: Correction | None
-) -> None:
+def _observe_mismatch(means: Means, batch: PackedBatch, sampled: Tensor | None, correction: Correction | None) -> None:
     """Engine against trainer on the same weights; KL is of the engine's distribution to the trainer's, in nats."""
     if sampled is None:
         return

@@ -76,13 +76,13 @@ def test_one_broken_token_gives_no_infinity() -> None:
     assert found.weights.tolist() == [2.0] and math.isfinite(found.rho.item())
 
 
-@pytest.mark.parametrize(("kind", "cap"), [("none", 2.0), ("clip_token", 2.0), ("truncate_batch", 2.0), ("mask_token", 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "cap"), [("none", 2.0), ("clip_token", 2.0), ("truncate_batch", 2.0), ("mask_token", 1.0)]
+)
 def test_wrong_arguments(kind: str, cap: float) -> None:
     old, rollout, mask, bounds = example()
     with pytest.raises(ValueError, match="found"):
-        mismatch_correction(
-            old, rollout_logprobs=rollout, completion_mask=mask, cu_seqlens=bounds, kind=kind, cap=cap
-        )
+        mismatch_correction(old, rollout_logprobs=rollout, completion_mask=mask, cu_seqlens=bounds, kind=kind, cap=cap)
 
 
 def test_weights_act_outside_the_clip() -> None:

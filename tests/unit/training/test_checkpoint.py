@@ -136,7 +136,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     write_whole(tmp_path / "1", good, 0)
-    with pytest.raises(CheckpointError, match="No space left on device. Earlier checkpoints are untouched"):
+    with pytest.raises(CheckpointError, match=r"No space left on device\. Earlier checkpoints are untouched"):
         write_whole(tmp_path / "1", bad, 0)
     assert (tmp_path / "1" / "x").read_text() == "good" and damage(tmp_path / "1") is None
     with pytest.raises(CheckpointError, match="MB free"):
@@ -200,7 +200,7 @@ def test_export_says_what_is_wrong(tmp_path: Path) -> None:
         export(run.path, tmp_path / "out")
     with pytest.raises(CheckpointError, match="has no checkpoint '9'; it has: none"):
         export(run.path, tmp_path / "out", "9")
-    with pytest.raises(CheckpointError, match="No checkpoint of .* was evaluated"):
+    with pytest.raises(CheckpointError, match=r"No checkpoint of .* was evaluated"):
         export(run.path, tmp_path / "out", "best")
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="exists already"):

@@ -63,7 +63,7 @@ def iteration(values: dict[str, Any], reward: Any) -> tuple[list[int], dict[str,
         return publish(version)
 
     publisher.publish = stop  # type: ignore[method-assign]
-    done = run_iteration(Iteration(1, collect(system, config, 1, progress)), trainer, publisher, config, progress)
+    done = run_iteration(Iteration(2, collect(system, config, 2, progress)), trainer, publisher, config, progress)
     return calls.tokens, done.metrics, done.rows
 
 

@@ -23,10 +23,11 @@ from benchmarks.common import (
 )
 from gspo.config import Config
 from gspo.engines.base import Sampling
+from gspo.rollout.collect import collect
 from gspo.rollout.system import System, load_system
 from gspo.sync.publish import Publisher
 from gspo.tasks import RewardSuite
-from gspo.training.iteration import run_iteration
+from gspo.training.iteration import Iteration, run_iteration
 from gspo.training.trainer import Trainer
 from gspo.types import Prompt
 
@@ -100,7 +101,8 @@ def main() -> None:
     for number, case in enumerate(["fixed", *options.cases]):
         start = time.perf_counter()
         chosen = fixed if case == "fixed" else system
-        metrics = run_iteration(chosen, trainer, publisher, config, number + 1, lambda *_: None).metrics
+        iteration = Iteration(number + 1, collect(chosen, config, number + 1))
+        metrics = run_iteration(iteration, trainer, publisher, config, lambda *_: None).metrics
         seconds = time.perf_counter() - start
         if number:
             rows.append(record(case, metrics, seconds))

@@ -111,6 +111,16 @@ class AlgorithmConfig:
     """Mini-batches (optimizer steps) made from one rollout batch; the paper uses 4."""
     advantage: Literal["group_std", "none", "batch_std"] = "group_std"
     """What reward - mean(group) is divided by: the group's deviation (the paper), nothing, or the batch's."""
+    old_logprobs: Literal["trainer", "engine", "auto"] = "trainer"
+    """Whose log-probs of the sampled answers the ratio is taken against. trainer: scored once more, so that the ratio
+    of unchanged weights is 1. engine: as reported while sampling, which saves that pass and puts the engine's rounding
+    into the ratio (section 5.4 of the paper). auto: engine if the first iteration shows that its gap is below a third
+    of the clip band, else trainer."""
+    correction: Literal["none", "truncate_sequence", "mask_sequence", "truncate_token", "mask_token"] = "none"
+    """Weights against engine mismatch, rho = pi_trainer / pi_engine, detached. truncate: min(rho, cap). mask: leave out
+    where rho is outside [1/cap, cap]. sequence: geometric mean over an answer's tokens; token: each by itself."""
+    correction_cap: float = 2.0
+    """Cap of the correction, above 1."""
     kl_weight: float = 0.0
     """Weight of the KL penalty to the starting policy. Above 0 a frozen copy of the model is kept."""
 
@@ -394,6 +404,14 @@ def _check_algorithm(config: Config) -> None:
             raise ConfigError(f"algorithm.{name} must be at least 0, found {value}.")
     if config.clip[0] >= 1:
         raise ConfigError(f"algorithm.clip_low must be below 1 (ratios are positive), found {config.clip[0]}.")
+    if not 1 < algorithm.correction_cap < float("inf"):
+        raise ConfigError(f"algorithm.correction_cap must be above 1, found {algorithm.correction_cap}.")
+    if algorithm.correction != "none" and algorithm.old_logprobs == "engine":
+        raise ConfigError(
+            f"algorithm.correction = '{algorithm.correction}' weighs the trainer's old log-probs against the engine's, "
+            "and algorithm.old_logprobs = 'engine' does not make the trainer's. Set old_logprobs = 'trainer', or "
+            "correction = 'none': with the engine's log-probs the ratio itself has the mismatch in it."
+        )
     if algorithm.updates_per_rollout > config.rollout.prompts_per_iteration:
         raise ConfigError(
             f"algorithm.updates_per_rollout = {algorithm.updates_per_rollout} needs at least as many prompts: "

@@ -56,3 +56,9 @@ def std(values: Iterable[float]) -> float | None:
         return None
     centre = sum(finite) / len(finite)
     return math.sqrt(sum((value - centre) ** 2 for value in finite) / (len(finite) - 1))
+
+
+def percentile(values: Iterable[float], share: float) -> float | None:
+    """The smallest value that at least ``share`` of the finite values do not exceed; None when there are none."""
+    ordered = sorted(value for value in values if math.isfinite(value))
+    return ordered[max(math.ceil(share * len(ordered)), 1) - 1] if ordered else None

@@ -14,11 +14,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from gspo.errors import ConfigError, DataError
+from gspo.errors import CheckpointError, ConfigError, DataError
 
 
 class RunDirectory:
@@ -72,11 +73,29 @@ class RunDirectory:
 
     def _write_rows(self, name: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         text = "".join(to_json(row) + "\n" for row in rows)
-        (self.path / name).parent.mkdir(exist_ok=True)
-        (self.path / name).write_text(text, encoding="utf-8")
+        with _disk_errors(self.path / name):
+            (self.path / name).parent.mkdir(exist_ok=True)
+            (self.path / name).write_text(text, encoding="utf-8")
+
+    def cut_after(self, iteration: int) -> None:
+        """Forget what was recorded of later iterations: a run that goes on from ``iteration`` makes them again."""
+        for name in ("metrics.jsonl", "eval.jsonl"):
+            path = self.path / name
+            if path.exists():
+                kept = [row for row in _whole_lines(path) if row["iteration"] <= iteration]
+                replacement = path.with_name(name + ".partial")
+                replacement.write_text("".join(to_json(row) + "\n" for row in kept), encoding="utf-8")
+                replacement.replace(path)
+        for folder in ("rollouts", "evals"):
+            for path in (self.path / folder).glob("*.jsonl"):
+                if path.stem.isdigit() and int(path.stem) > iteration:
+                    path.unlink()
 
     def log(self, text: str) -> None:
-        with (self.path / "log.txt").open("a", encoding="utf-8") as file:
+        with (
+            suppress(OSError),
+            (self.path / "log.txt").open("a", encoding="utf-8") as file,
+        ):  # a full disk shows elsewhere
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -111,10 +130,32 @@ def _finite(value: Any) -> Any:
 
 def _append(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """One write, flushed to disk: a killed run leaves whole lines."""
-    with path.open("a", encoding="utf-8") as file:
+    with _disk_errors(path), path.open("a", encoding="utf-8") as file:
         file.write("".join(to_json(line) + "\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written: {error.strerror or error}. Checkpoints that are there are untouched. Free some "
+            "disk space, then go on with --resume."
+        ) from error
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file whose last line may have been cut by a kill."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

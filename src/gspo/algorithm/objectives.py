@@ -108,17 +108,21 @@ def grpo(
     num_sequences: int | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.27,
+    token_weights: Tensor | None = None,
 ) -> ObjectiveOutput:
     """GRPO, the baseline: equation (2) with the token ratio of equation (3)::
 
         J = mean_i 1/|y_i| sum_t min(w_it A_i, clip(w_it, 1 - clip_low, 1 + clip_high) A_i)
         w_it = pi_theta(y_it) / pi_old(y_it)
 
-    Args: as ``gspo``; the default band is the one the paper tuned for GRPO. Same errors.
+    Args: as ``gspo``; the default band is the one the paper tuned for GRPO. ``token_weights`` [N], at least 0 and
+        detached, multiply the tokens' terms (a correction for engine mismatch). Same errors.
     """
     _check(logprobs, old_logprobs, completion_mask, cu_seqlens, advantages, per_token=False)
     log_ratio = _log_ratio(logprobs, old_logprobs, completion_mask)
     by_token = advantages[segment_ids(cu_seqlens, log_ratio.shape[0])]
+    if token_weights is not None:  # min(r A, clip(r) A) c = min(r cA, clip(r) cA) for c >= 0
+        by_token = by_token * token_weights.detach()
     return _token_output(log_ratio, by_token, completion_mask, cu_seqlens, num_sequences, clip_low, clip_high)
 
 

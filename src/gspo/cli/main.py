@@ -15,6 +15,7 @@ VERBS = {
     "train": "train a model with GSPO",
     "eval": "measure a model on held-out prompts",
     "sample": "show answers of a model",
+    "export": "write a run's policy as a Hugging Face folder",
 }
 
 USAGE = f"""gspo {gspo.__version__}: train language models with Group Sequence Policy Optimization

@@ -24,6 +24,7 @@ from gspo.policy import attention
 from gspo.policy.attention import decode_attention, grouped_attention
 from gspo.policy.forward import packed_hidden, score
 from gspo.policy.load import Policy
+from gspo.policy.prepacked import prepacked
 from gspo.types import Completion, FinishReason
 
 
@@ -75,7 +76,9 @@ class NativeEngine(Engine):
     ) -> list[list[Completion]]:
         if self.policy.attention == "plain":
             return _generate_plain(self, requests, sampling, progress)
-        return _Session(self, requests, sampling, progress).run()
+        session = _Session(self, requests, sampling, progress)
+        with prepacked(self.policy.model, session.slots.count):
+            return session.run()
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.policy.head(hidden)

@@ -25,6 +25,11 @@ class Collected:
     rollout_seconds: float
     reward_seconds: float
 
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """All answers, group by group."""
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
 
 def collect(
     system: System, config: Config, iteration: int, progress: Callable[[str, int, int], None] = lambda *_: None

@@ -1,55 +1,238 @@
-"""Saving the policy as a plain Hugging Face folder, atomically."""
+"""Checkpoints: a plain Hugging Face folder plus everything a run needs to go on as if it had never stopped.
+
+    model.safetensors, config.json, tokenizer ...   float32 weights, for ``model.path`` and ``AutoModelForCausalLM``
+    optimizer.safetensors                           Adam's moments by parameter name
+    state.json                                      counters, data cursor, random states
+    iteration.json                                  only in the middle of one: its rollouts and what its updates found
+    run.toml                                        the run's config
+    manifest.json                                   sizes and checksums of all the others, written last
+
+A folder is written under another name, flushed to disk and renamed: under its own name it is whole.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
+from safetensors.torch import load_file, save_file
 
 from gspo.errors import CheckpointError
-from gspo.policy.load import Policy
+from gspo.policy.load import Policy, sha256
+from gspo.training.iteration import Iteration
 from gspo.training.optimizer import MasterOptimizer
 
+FORMAT = 1
+OWN_FILES = ("optimizer.safetensors", "state.json", "iteration.json", "run.toml", "manifest.json")
+"""Files of a checkpoint that are not part of the Hugging Face folder."""
+SLACK = 1 << 20
+"""Bytes set aside for the files beside the weights when free space is checked."""
 
-def save_policy(policy: Policy, optimizer: MasterOptimizer, folder: Path) -> Path:
-    """Write float32 weights, config and tokenizer to ``folder``; it appears only once it is complete.
 
-    Loads with ``AutoModelForCausalLM.from_pretrained(folder)``, and as ``model.path``. Raises CheckpointError when the
-    disk does not take it; what was there before is untouched.
+class Place(NamedTuple):
+    """Where in a run: after ``iterations`` whole ones and ``updates`` of the next, -1 meaning before its rollouts."""
+
+    iterations: int
+    updates: int = -1
+
+    @property
+    def name(self) -> str:
+        return str(self.iterations) if self.updates < 0 else f"{self.iterations}+{self.updates}"
+
+    @classmethod
+    def parse(cls, name: str) -> Place | None:
+        found = re.fullmatch(r"(\d+)(?:\+(\d+))?", name)
+        return None if found is None else cls(int(found[1]), -1 if found[2] is None else int(found[2]))
+
+
+@dataclass
+class RunState:
+    """The small things a run continues from.
+
+    ``cursor``: the prompt source's, before the next draw. ``not_finite``: updates left out in a row for a gradient that
+    was not finite. ``noise_floor`` and ``old_source``: as the first iteration measured, and decided for 'auto'.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    masters = {id(p): m for p, m in zip(optimizer.model_parameters, optimizer.master, strict=True)}
-    names = dict(policy.model.named_parameters(remove_duplicate=False))
+
+    iterations: int
+    updates: int
+    cursor: dict[str, Any]
+    data_fingerprint: str
+    engine_noise: float = 0.0
+    not_finite: int = 0
+    old_source: str | None = None
+    noise_floor: float | None = None
+    random: dict[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
+
+
+def save_checkpoint(
+    checkpoints: Path,
+    place: Place,
+    policy: Policy,
+    optimizer: MasterOptimizer,
+    state: RunState,
+    config_toml: str,
+    under_way: Iteration | None,
+) -> Path:
+    """Write ``checkpoints/PLACE``; raises CheckpointError when the disk does not take it, with the rest untouched."""
+
+    def write(partial: Path) -> None:
+        write_model(policy, optimizer, partial)
+        save_file(optimizer.moments(), partial / "optimizer.safetensors")
+        (partial / "state.json").write_text(json.dumps(asdict(state)), encoding="utf-8")
+        (partial / "run.toml").write_text(config_toml, encoding="utf-8")
+        if under_way is not None:
+            (partial / "iteration.json").write_text(json.dumps(asdict(under_way)), encoding="utf-8")
+
+    return write_whole(checkpoints / place.name, write, bytes_needed(optimizer))
+
+
+def bytes_needed(optimizer: MasterOptimizer) -> int:
+    """What a checkpoint takes on the disk: weights and two moments in float32."""
+    return 3 * sum(master.numel() * 4 for master in optimizer.master) + SLACK
+
+
+def write_model(policy: Policy, optimizer: MasterOptimizer | None, folder: Path) -> None:
+    """Weights, config and tokenizer; with an optimizer its float32 weights instead of the model's rounded ones."""
     state = policy.model.state_dict()
-    state |= {name: masters[id(parameter)].detach() for name, parameter in names.items() if id(parameter) in masters}
+    if optimizer is not None:
+        masters = {id(p): m for p, m in zip(optimizer.model_parameters, optimizer.master, strict=True)}
+        names = dict(policy.model.named_parameters(remove_duplicate=False))
+        state |= {name: masters[id(p)].detach() for name, p in names.items() if id(p) in masters}
     config = policy.model.config
     before = config.dtype
     try:
-        config.dtype = torch.float32
+        config.dtype = torch.float32 if optimizer is not None else policy.dtype
         with policy.attention_implementation("sdpa"):
-            policy.model.save_pretrained(partial, state_dict=state)
-        policy.tokenizer.save_pretrained(partial)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(partial, folder)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"The checkpoint {folder} cannot be written: {error.strerror or error}. Earlier checkpoints are "
-            "untouched. Free some disk space or choose another run.directory."
-        ) from error
+            policy.model.save_pretrained(folder, state_dict=state)
+        policy.tokenizer.save_pretrained(folder)
     finally:
         config.dtype = before
+
+
+def write_whole(folder: Path, write: Callable[[Path], None], needed: int) -> Path:
+    """Let ``write`` fill a new folder that gets its name only when all of it is on the disk, with a manifest.
+
+    Raises CheckpointError with the space that is missing, or with the system's reason; what was there stays.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    advice = "Earlier checkpoints are untouched. Free some disk space or choose another run.directory."
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        free = shutil.disk_usage(partial).free
+        if free < needed:
+            raise CheckpointError(
+                f"The checkpoint {folder} needs {needed / 1e6:,.0f} MB and the disk has {free / 1e6:,.0f} MB free. "
+                + advice
+            )
+        write(partial)
+        manifest = {path.name: _facts(path) for path in sorted(partial.iterdir())}
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        for path in [*partial.iterdir(), partial]:
+            _flush(path)
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+        _flush(folder.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"The checkpoint {folder} cannot be written: {error.strerror or error}. {advice}"
+        ) from error
+    except Exception as error:  # safetensors wraps the system's error in one of its own
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"The checkpoint {folder} cannot be written: {error}. {advice}") from error
     return folder
 
 
-def prune(checkpoints: Path, keep: int, best: int | None) -> list[int]:
-    """Delete all but the ``keep`` newest and the best; returns the iterations deleted."""
-    saved = sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdigit())
-    gone = [iteration for iteration in saved[:-keep] if iteration != best]
-    for iteration in gone:
-        shutil.rmtree(checkpoints / str(iteration))
+def _facts(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, in a few words; None when it is whole."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        for name, facts in manifest.items():
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+            if _facts(folder / name) != facts:
+                return f"{name} is damaged"
+    except FileNotFoundError:
+        return "it has no manifest"
+    except (OSError, ValueError) as error:
+        return f"it cannot be read ({error})"
+    return None
+
+
+def saved(checkpoints: Path) -> list[Place]:
+    """Places there is a folder for, oldest first; unfinished ones have other names."""
+    names = [path.name for path in checkpoints.iterdir()] if checkpoints.is_dir() else []
+    return sorted(place for place in map(Place.parse, names) if place is not None)
+
+
+def newest_whole(checkpoints: Path) -> tuple[Place | None, list[str]]:
+    """(the newest checkpoint that is whole, a line for each newer one that is not)."""
+    skipped: list[str] = []
+    for place in reversed(saved(checkpoints)):
+        wrong = damage(checkpoints / place.name)
+        if wrong is None:
+            return place, skipped
+        skipped.append(f"checkpoint {place.name} left out: {wrong}")
+    return None, skipped
+
+
+def set_aside(checkpoints: Path, after: Place | None) -> None:
+    """Rename checkpoints newer than ``after``, which are damaged, to NAME.damaged, and remove unfinished ones."""
+    for place in saved(checkpoints):
+        if after is None or place > after:
+            target = checkpoints / f"{place.name}.damaged"
+            shutil.rmtree(target, ignore_errors=True)
+            (checkpoints / place.name).rename(target)
+    for partial in checkpoints.glob("*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def prune(checkpoints: Path, keep: int, best: int | None) -> list[str]:
+    """Delete all but the ``keep`` newest and the one of iteration ``best``; returns the names deleted."""
+    gone = [place.name for place in saved(checkpoints)[:-keep] if place.name != str(best)]
+    for name in gone:
+        shutil.rmtree(checkpoints / name)
     return gone
+
+
+def read_state(folder: Path) -> tuple[RunState, Iteration | None]:
+    """The small state of a checkpoint, and the iteration that was under way. Raises CheckpointError."""
+    data = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    if data["format"] != FORMAT:
+        raise CheckpointError(
+            f"The checkpoint {folder} has format {data['format']}; this version of gspo reads format {FORMAT}. Go on "
+            "with the version that wrote it, or train from its weights: --model.path " + str(folder)
+        )
+    under_way = folder / "iteration.json"
+    if not under_way.exists():
+        return RunState(**data), None
+    return RunState(**data), TypeAdapter(Iteration).validate_json(under_way.read_bytes())
+
+
+def load_moments(folder: Path, optimizer: MasterOptimizer) -> None:
+    optimizer.load_moments(load_file(folder / "optimizer.safetensors"))

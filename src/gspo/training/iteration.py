@@ -1,10 +1,14 @@
-"""One iteration: rollouts -> advantages -> updates -> published weights, and its numbers."""
+"""One iteration: rollouts -> advantages -> updates -> published weights, and its numbers.
+
+It can be left after any of its updates and gone on with in another process: all it has found is in ``Iteration``.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -13,17 +17,43 @@ import torch
 from gspo.algorithm.advantages import group_advantages
 from gspo.algorithm.batch import StepBatch
 from gspo.config import Config
-from gspo.evaluation.run import prompt_text
-from gspo.metrics import Means, mean, std
+from gspo.metrics import Means, mean, percentile, std
 from gspo.packing import Row, pack_step
-from gspo.rollout.collect import Collected, collect
-from gspo.rollout.system import System
+from gspo.rollout.collect import Collected
 from gspo.sync.publish import Publisher
 from gspo.training.environment import peak_memory_bytes
+from gspo.training.observe import mismatch_metrics, rollout_metrics, rollout_record
 from gspo.training.trainer import RowResult, Trainer
 from gspo.types import Group, Rollout
 
 Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Iteration:
+    """An iteration under way: its rollouts, and what its updates have found so far. Plain data, so it can be saved.
+
+    ``old_source``: 'trainer' or 'engine', whose old log-probs the ratio is taken against. ``old_logprobs``: nats, by
+    rollout number, of the rollouts that updates need them for; None before they are known. ``results``: by rollout
+    number, what the updates made so far saw.
+    """
+
+    number: int
+    collected: Collected
+    old_source: str = "trainer"
+    old_logprobs: dict[int, list[float]] | None = None
+    updates_done: int = 0
+    results: dict[int, RowResult] = field(default_factory=dict)
+    means: Means = field(default_factory=Means)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+    not_finite: int = 0
+    masked: int = 0
+    noise_floor: float | None = None
+    learning_rate: float = 0.0
+    old_seconds: float = 0.0
+    update_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -36,27 +66,23 @@ class IterationResult:
 
 
 def run_iteration(
-    system: System, trainer: Trainer, publisher: Publisher, config: Config, iteration: int, progress: Progress
+    iteration: Iteration, trainer: Trainer, publisher: Publisher, config: Config, progress: Progress
 ) -> IterationResult:
-    """Collect one rollout batch and make ``updates_per_rollout`` updates from disjoint parts of it."""
-    collected = collect(system, config, iteration, progress)
-    rollouts = [rollout for group in collected.groups for rollout in group.rollouts]
-    advantages = advantages_of(collected.groups, config)
-    means = Means()
-    update = _Updates(trainer, config, means, progress)
-    results = update.run(rollouts, advantages)
+    """Make the updates that are left, from disjoint parts of the rollouts, and publish the weights."""
+    advantages = advantages_of(iteration.collected.groups, config)
+    _Updates(iteration, trainer, config, advantages).run(progress)
     start = time.perf_counter()
     publisher.publish(trainer.optimizer.updates)
-    metrics: dict[str, Any] = {"iteration": iteration, "policy_version": trainer.optimizer.updates}
-    metrics |= _rollout_metrics(collected, rollouts)
-    metrics |= update.metrics(results, rollouts)
+    metrics: dict[str, Any] = {"iteration": iteration.number, "policy_version": trainer.optimizer.updates}
+    metrics |= rollout_metrics(iteration.collected)
+    metrics |= _update_metrics(iteration, config)
     metrics["time/publish_seconds"] = time.perf_counter() - start
     metrics["memory/peak_bytes"] = peak_memory_bytes()
     rows = [
-        _record(group, rollout, float(advantages[number]), results.get(number))
-        for number, (group, rollout) in enumerate((g, r) for g in collected.groups for r in g.rollouts)
+        rollout_record(group, rollout, float(advantages[number]), iteration.results.get(number))
+        for number, (group, rollout) in enumerate((g, r) for g in iteration.collected.groups for r in g.rollouts)
     ]
-    return IterationResult(metrics, rows, collected.groups)
+    return IterationResult(metrics, rows, iteration.collected.groups)
 
 
 def advantages_of(groups: Sequence[Group], config: Config) -> torch.Tensor:
@@ -71,70 +97,105 @@ def advantages_of(groups: Sequence[Group], config: Config) -> torch.Tensor:
 class _Updates:
     """The optimizer steps of one iteration."""
 
-    def __init__(self, trainer: Trainer, config: Config, means: Means, progress: Progress) -> None:
-        self.trainer, self.config, self.means, self.progress = trainer, config, means, progress
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.skipped = self.not_finite = 0
-        self.old_seconds = self.update_seconds = 0.0
-        self.learning_rate = trainer.optimizer.learning_rate()
+    def __init__(self, iteration: Iteration, trainer: Trainer, config: Config, advantages: torch.Tensor) -> None:
+        self.iteration, self.trainer, self.config, self.advantages = iteration, trainer, config, advantages
+        self.rollouts = iteration.collected.rollouts
+        self.parts = split_evenly(len(self.rollouts), config.algorithm.updates_per_rollout, config.rollout.group_size)
 
-    def run(self, rollouts: Sequence[Rollout], advantages: torch.Tensor) -> dict[int, RowResult]:
-        """Results by rollout number, of the rollouts that went through the model."""
-        start = time.perf_counter()
-        parts = split_evenly(len(rollouts), self.config.algorithm.updates_per_rollout, self.config.rollout.group_size)
-        steps = [self._pack(rollouts, advantages, part) for part in parts]
-        # Old log-probs belong to the weights that sampled. The first update supplies its own (its ratio is exactly 1);
-        # the others are scored now, before any weight moves.
-        steps[1:] = [self.trainer.with_old_logprobs(step) for step in steps[1:]]
-        self.old_seconds = time.perf_counter() - start
-        start = time.perf_counter()
-        results: dict[int, RowResult] = {}
-        for number, (part, step) in enumerate(zip(parts, steps, strict=True)):
-            self.progress("update", number, len(steps))
-            results |= {part[row]: result for row, result in self._update(step).items()}
-        self.update_seconds = time.perf_counter() - start
-        return results
+    def run(self, progress: Progress) -> None:
+        found = self.iteration
+        if found.old_logprobs is None:
+            start = time.perf_counter()
+            found.old_logprobs = self._old_logprobs()
+            found.old_seconds = time.perf_counter() - start
+            if found.number == 1:
+                found.noise_floor = self._noise_floor()
+        while found.updates_done < len(self.parts):
+            progress("update", found.updates_done, len(self.parts))
+            start = time.perf_counter()
+            self._update(self.parts[found.updates_done])
+            found.update_seconds += time.perf_counter() - start
+            found.updates_done += 1
 
-    def _pack(self, rollouts: Sequence[Rollout], advantages: torch.Tensor, part: Sequence[int]) -> StepBatch:
-        rows = [to_row(rollouts[number], float(advantages[number])) for number in part]
+    def _old_logprobs(self) -> dict[int, list[float]]:
+        """Of the weights that sampled, by rollout number.
+
+        The trainer's first update supplies its own, so that its ratio is exactly 1; the others are scored here, before
+        any weight moves.
+        """
+        if self.iteration.old_source == "engine":
+            return {number: rollout.rollout_logprobs for number, rollout in enumerate(self.rollouts)}
+        found: dict[int, list[float]] = {}
+        for part in self.parts[1:]:
+            by_row = self.trainer.old_logprobs(self._pack(part))
+            found |= {part[row]: values for row, values in by_row.items()}
+        return found
+
+    def _noise_floor(self) -> float | None:
+        """99th percentile of |log ratio| between two passes of the same answers and weights, packed differently."""
+        for part in self.parts:
+            rows = [to_row(self.rollouts[n], float(self.advantages[n])) for n in part]
+            most = self.config.batch.max_tokens
+            shared, alone = (
+                self.trainer.old_logprobs(pack_step(rows, max_tokens=most, share_prompts=share))
+                for share in (True, False)
+            )
+            if shared:
+                gaps = [sum(shared[row]) - sum(alone[row]) for row in shared]
+                lengths = [len(shared[row]) for row in shared]
+                return percentile([abs(gap) / length for gap, length in zip(gaps, lengths, strict=True)], 0.99)
+        return None
+
+    def _update(self, part: Sequence[int]) -> None:
+        found, optimizer = self.iteration, self.trainer.optimizer
+        found.learning_rate = optimizer.learning_rate()
+        step = self._pack(part)
+        if not step.batches:  # nothing to learn: Adam's momentum must not move the weights on its own
+            optimizer.skip()
+            found.skipped += 1
+            return
+        loss, results = self.trainer.forward_backward(
+            step, found.means, moved=found.updates_done > 0, engine_old=found.old_source == "engine"
+        )
+        found.results |= {part[row]: result for row, result in results.items()}
+        if all(result.weight == 0 for result in results.values()):
+            optimizer.skip()
+            found.masked += 1
+            return
+        norm, made = self.trainer.optim_step()
+        found.not_finite += not made
+        found.losses.append(loss)
+        found.norms.append(norm)
+
+    def _pack(self, part: Sequence[int]) -> StepBatch:
+        old = self.iteration.old_logprobs or {}
+        rows = [to_row(self.rollouts[n], float(self.advantages[n]), old.get(n)) for n in part]
         return pack_step(rows, max_tokens=self.config.batch.max_tokens)
 
-    def _update(self, step: StepBatch) -> dict[int, RowResult]:
-        if not step.batches:  # nothing to learn: Adam's momentum must not move the weights on its own
-            self.trainer.optimizer.skip()
-            self.skipped += 1
-            return {}
-        loss, results = self.trainer.forward_backward(step, self.means)
-        self.learning_rate = self.trainer.optimizer.learning_rate()
-        norm, made = self.trainer.optim_step()
-        self.not_finite += not made
-        self.losses.append(loss)
-        self.norms.append(norm)
-        return results
 
-    def metrics(self, results: dict[int, RowResult], rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        ratios = [result.ratio for result in results.values()]
-        gaps = sorted(
-            abs(sum(result.old_logprobs) - sum(rollouts[number].rollout_logprobs)) / len(result.old_logprobs)
-            for number, result in results.items()
-        )
-        tokens = sum(len(rollout.token_ids) for rollout in rollouts)
-        found: dict[str, Any] = {
-            "objective/loss": mean(self.losses),
-            "objective/ratio_mean": mean(ratios),
-            "objective/ratio_std": std(ratios),
-            **self.means.result(),
-            "mismatch/sequence_p99": gaps[min(int(0.99 * len(gaps)), len(gaps) - 1)] if gaps else None,
-            "optimizer/grad_norm": mean(self.norms),
-            "optimizer/learning_rate": self.learning_rate,
-            "optimizer/updates_without_signal": self.skipped,
-            "optimizer/updates_not_finite": self.not_finite,
-            "time/old_logprobs_seconds": self.old_seconds,
-            "time/update_seconds": self.update_seconds,
-            "throughput/update_tokens_per_second": tokens / max(self.old_seconds + self.update_seconds, 1e-9),
-        }
-        return {key: value for key, value in found.items() if value is not None}
+def _update_metrics(found: Iteration, config: Config) -> dict[str, Any]:
+    rollouts = found.collected.rollouts
+    ratios = [result.ratio for result in found.results.values()]
+    tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    seconds = found.old_seconds + found.update_seconds
+    metrics: dict[str, Any] = {
+        "objective/loss": mean(found.losses),
+        "objective/ratio_mean": mean(ratios),
+        "objective/ratio_std": std(ratios),
+        "objective/log_ratio_p90": percentile([abs(math.log(ratio)) for ratio in ratios if ratio > 0], 0.9),
+        **found.means.result(),
+        **mismatch_metrics(found.results, config.clip),
+        "noise/floor": found.noise_floor,
+        "optimizer/grad_norm": mean(found.norms),
+        "optimizer/learning_rate": found.learning_rate,
+        "optimizer/updates_without_signal": found.skipped,
+        "optimizer/updates_not_finite": found.not_finite,
+        "optimizer/updates_masked": found.masked or None,
+        "time/old_logprobs_seconds": found.old_seconds,
+        "time/update_seconds": found.update_seconds,
+        "throughput/update_tokens_per_second": tokens / max(seconds, 1e-9),
+    }
+    return {key: value for key, value in metrics.items() if value is not None}
 
 
 def split_evenly(count: int, parts: int, group_size: int) -> list[list[int]]:
@@ -144,64 +205,12 @@ def split_evenly(count: int, parts: int, group_size: int) -> list[list[int]]:
     return [list(range(low, high)) for low, high in pairwise(bounds)]
 
 
-def to_row(rollout: Rollout, advantage: float) -> Row:
+def to_row(rollout: Rollout, advantage: float, old_logprobs: Sequence[float] | None = None) -> Row:
     return Row(
         prompt_ids=rollout.prompt_ids,
         token_ids=rollout.token_ids,
         completion_mask=rollout.completion_mask,
         advantage=advantage,
         rollout_logprobs=rollout.rollout_logprobs,
+        old_logprobs=old_logprobs,
     )
-
-
-def _rollout_metrics(collected: Collected, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    scored = [[r.reward for r in group.rollouts if r.reward is not None] for group in collected.groups]
-    rewards = [reward for group in scored for reward in group]
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
-    seconds = collected.rollout_seconds
-    found: dict[str, Any] = {"reward/mean": mean(rewards), "reward/std": std(rewards)}
-    for term in dict.fromkeys(name for rollout in rollouts for name in rollout.reward_terms):
-        values = [rollout.reward_terms.get(term) for rollout in rollouts]
-        found[f"reward/{term}"] = mean(value for value in values if value is not None)
-    found |= {
-        "reward/unscored": len(rollouts) - len(rewards),
-        "group/no_signal_fraction": mean(float(not has_signal(group)) for group in scored),
-        "rollout/completion_tokens": sum(lengths),
-        "rollout/length_mean": mean(lengths),
-        "rollout/truncated_fraction": mean(float(r.finish_reason == "length") for r in rollouts),
-        "rollout/prompts_too_long": collected.prompts_too_long,
-        "time/rollout_seconds": seconds,
-        "time/reward_seconds": collected.reward_seconds,
-        "throughput/rollout_tokens_per_second": sum(lengths) / max(seconds, 1e-9),
-    }
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def has_signal(rewards: Sequence[float]) -> bool:
-    """Do the scored rewards of a group differ by more than rounding?"""
-    return len(rewards) > 1 and max(rewards) - min(rewards) > 1e-8 * max(1.0, max(map(abs, rewards)))
-
-
-def _record(group: Group, rollout: Rollout, advantage: float, result: RowResult | None) -> dict[str, Any]:
-    """One line of rollouts/ITERATION.jsonl. What an answer left out of the updates has no value for is null."""
-    return {
-        "prompt_id": rollout.prompt_id,
-        "index": rollout.index,
-        "prompt": prompt_text(group.prompt),
-        "text": rollout.text,
-        "prompt_ids": rollout.prompt_ids,
-        "token_ids": rollout.token_ids,
-        "completion_mask": rollout.completion_mask,
-        "rollout_logprobs": rollout.rollout_logprobs,
-        "old_logprobs": result.old_logprobs if result else None,
-        "logprobs": result.logprobs if result else None,
-        "reward": rollout.reward,
-        "reward_terms": rollout.reward_terms,
-        "error": rollout.error,
-        "advantage": advantage,
-        "ratio": result.ratio if result else None,
-        "clipped": result.clipped if result else None,
-        "finish_reason": rollout.finish_reason,
-        "temperature": rollout.temperature,
-        "policy_version": rollout.policy_version,
-    }

@@ -7,22 +7,26 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gspo.config import Config
-from gspo.errors import DivergenceError, Interrupted
+from gspo.errors import CheckpointError, DivergenceError, Interrupted
 from gspo.evaluation.run import evaluate_system
+from gspo.policy.load import load_policy
 from gspo.records import RunDirectory
+from gspo.rollout.collect import collect
 from gspo.rollout.system import System, copy_policy, load_system
 from gspo.sync.publish import Publisher
 from gspo.training.callbacks import Callback, RunInfo
-from gspo.training.checkpoint import prune, save_policy
+from gspo.training.checkpoint import Place, RunState, load_moments, prune, read_state, save_checkpoint, saved, set_aside
 from gspo.training.environment import environment
-from gspo.training.iteration import run_iteration
+from gspo.training.iteration import Iteration, IterationResult, run_iteration
+from gspo.training.observe import band_note
+from gspo.training.resume import ResumePoint, find_resume_point, random_states, restore_random_states
 from gspo.training.trainer import Trainer
 
 MAX_NOT_FINITE = 5
@@ -43,40 +47,88 @@ class RunResult:
     metrics: list[dict[str, Any]] = field(default_factory=list)
 
 
-def train(config: Config, *, callbacks: Sequence[Callback] = ()) -> RunResult:
+def train(config: Config, *, resume: str | None = None, callbacks: Sequence[Callback] = ()) -> RunResult:
     """Train ``config.model`` on ``config.task`` with GSPO and write everything to the run directory.
 
-    Raises ConfigError, DataError or RewardError before anything is written when the run cannot start; later
-    EngineError, RewardError, WeightSyncError, DivergenceError or CheckpointError. Ctrl-C or SIGTERM finishes the
+    ``resume``: go on with that run (its folder, its name, or 'auto' for the newest of this name, else a new one) from
+    its newest whole checkpoint, as if it had never stopped.
+
+    Raises ConfigError, DataError, RewardError or CheckpointError before anything is trained when the run cannot start;
+    later EngineError, RewardError, WeightSyncError, DivergenceError or CheckpointError. Ctrl-C or SIGTERM finishes the
     present piece, saves, and raises Interrupted; a second one stops at once.
     """
     config = config.resolved()
+    point = find_resume_point(config, resume) if resume else None
     torch.manual_seed(config.run.seed)
     system = load_system(config)
-    directory = RunDirectory.create(config.run.directory, config.run.name or "run")
-    return _Run(config, system, directory, callbacks).train()
+    directory = point.directory if point else RunDirectory.create(config.run.directory, config.run.name or "run")
+    return _Run(config, system, directory, callbacks, point).train()
 
 
 class _Run:
-    def __init__(self, config: Config, system: System, directory: RunDirectory, callbacks: Sequence[Callback]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        system: System,
+        directory: RunDirectory,
+        callbacks: Sequence[Callback],
+        point: ResumePoint | None,
+    ) -> None:
         self.config, self.system, self.directory, self.callbacks = config, system, directory, callbacks
         reference = None
         if config.algorithm.kl_weight > 0:
             reference = copy_policy(system.policy, system.policy.dtype)
         self.trainer = Trainer(system.policy, config, reference)
-        self.publisher = Publisher(system.policy, system.engine)
         self.result = RunResult(directory.path)
-        self.best: tuple[float, int | None] = (-1.0, None)
-        self.not_finite = 0
+        self.under_way: Iteration | None = None
         self.stop_requested = False
+        source = system.task.train
+        self.state = RunState(0, 0, source.state_dict(), source.fingerprint)
+        self.notes = self._go_on_from(point) if point else []
+        if point:
+            system.engine.load_weights(self.state.updates)
+        self.publisher = Publisher(system.policy, system.engine)
+        if point:
+            self.publisher.noise = self.state.engine_noise
+            restore_random_states(self.state.random)
+
+    def _go_on_from(self, point: ResumePoint) -> list[str]:
+        """Take over a checkpoint's state; returns lines for the user."""
+        self.state, self.under_way = read_state(point.folder)
+        source, optimizer = self.system.task.train, self.trainer.optimizer
+        if source.fingerprint != self.state.data_fingerprint:
+            raise CheckpointError(
+                f"--resume: the prompts of {self.config.task.prompts} are not those that {point.directory.path} "
+                "trained on (their fingerprint differs), so its place in them means nothing. Restore them, or start a "
+                f"new run from its weights: --model.path {point.folder}"
+            )
+        source.load_state_dict(self.state.cursor)
+        saved_model = load_policy(replace(self.config.model, path=str(point.folder))).model
+        optimizer.load_weights(dict(saved_model.named_parameters()))
+        load_moments(point.folder, optimizer)
+        optimizer.updates = self.state.updates
+        set_aside(point.directory.checkpoints, after=point.place)
+        point.directory.cut_after(self.state.iterations)
+        evals = point.directory.evals()
+        self.result.iterations = self.state.iterations
+        self.result.metrics = point.directory.metrics()
+        if evals:
+            first, last = evals[0], evals[-1]
+            self.result.first_eval, self.result.last_eval = first, last
+            self.result.first_answers = point.directory.eval_answers(first["iteration"])
+            self.result.last_answers = point.directory.eval_answers(last["iteration"])
+        return [*point.notes, f"resumed from checkpoint {point.place.name}"]
 
     def train(self) -> RunResult:
         start = time.perf_counter()
         self.directory.write_environment(environment(self.config, self.system.policy.dtype))
         self.config.save(self.directory.path / "config.toml")
-        self._tell("on_start", RunInfo(self.config, self.directory.path, self.system.facts))
+        info = RunInfo(self.config, self.directory.path, self.system.facts, self.result.iterations)
+        self._tell("on_start", info)
         for fact in self.system.facts:
             self.directory.log(fact)
+        for note in self.notes:
+            self._say(note)
         reason = "failed"
         try:
             with self._stop_signals():
@@ -84,8 +136,13 @@ class _Run:
             reason = "finished"
         except _Stopped:
             reason = "interrupted"
-            self._save(self.result.iterations)
+            self._save()
             raise Interrupted(self.directory.path) from None
+        except (CheckpointError, DivergenceError):
+            raise
+        except Exception:
+            self._save_after_failure()
+            raise
         finally:
             self.result.seconds = time.perf_counter() - start
             self.directory.log(f"run {reason} after {self.result.iterations} iterations")
@@ -93,57 +150,131 @@ class _Run:
         return self.result
 
     def _loop(self) -> None:
-        run = self.config.run
-        self._evaluate(0)
-        for iteration in range(1, run.iterations + 1):
-            done = run_iteration(self.system, self.trainer, self.publisher, self.config, iteration, self._progress)
-            self.directory.write_rollouts(iteration, done.rows)
+        if self.under_way is None:
+            self._evaluate_and_save()
+        while self.result.iterations < self.config.run.iterations:
+            done = self._iterate(self.result.iterations + 1)
+            self.directory.write_rollouts(self.result.iterations + 1, done.rows)
             self.directory.append_metrics(done.metrics)
             self.result.metrics.append(done.metrics)
-            self.result.iterations = iteration
+            self._next_iteration()
             self._tell("on_iteration", done.metrics, done.groups)
+            self._learn_noise(done.metrics)
             self._check_finite(done.metrics)
             self._stop_if_requested()
-            last = iteration == run.iterations
-            if last or _due(iteration, self.config.eval.every):
-                self._evaluate(iteration)
-            if last or _due(iteration, run.checkpoint_every):
-                self._save(iteration)
-            self._stop_if_requested()
+            self._evaluate_and_save()
+        if self.result.iterations > 1:
+            self._say_band(self.result.metrics[-1])
 
-    def _evaluate(self, iteration: int) -> None:
+    def _iterate(self, number: int) -> IterationResult:
+        if self.under_way is None:
+            collected = collect(self.system, self.config, number, self._progress)
+            self.under_way = Iteration(number, collected, self._old_source())
+            self.state.cursor = self.system.task.train.state_dict()
+        return run_iteration(self.under_way, self.trainer, self.publisher, self.config, self._progress)
+
+    def _old_source(self) -> str:
+        setting = self.config.algorithm.old_logprobs
+        return setting if setting != "auto" else self.state.old_source or "trainer"
+
+    def _next_iteration(self) -> None:
+        self.under_way = None
+        self.result.iterations += 1
+
+    def _learn_noise(self, metrics: dict[str, Any]) -> None:
+        """What the first iteration shows of rounding, the engine and the clip band is said, and decides 'auto'."""
+        state, gap = self.state, metrics.get("mismatch/sequence_p99")
+        if metrics["iteration"] == 1:
+            state.noise_floor = metrics.get("noise/floor")
+            self._say_band(metrics)
+        if self.config.algorithm.old_logprobs == "auto" and state.old_source is None and gap is not None:
+            limit = min(self.config.clip) / 3
+            state.old_source = "engine" if gap < limit else "trainer"
+            self._say(
+                f"algorithm.old_logprobs = auto: {state.old_source}, because 99 of 100 answers differ by at most "
+                f"{gap:.1e} between engine and trainer, and a third of the clip band is {limit:.1e}"
+            )
+
+    def _say_band(self, metrics: dict[str, Any]) -> None:
+        note = band_note(metrics, self.state.noise_floor, self.config)
+        if note:
+            self._say(note)
+
+    def _evaluate_and_save(self) -> None:
+        """What is due after the iterations done so far, unless a run that this one goes on from has done it."""
+        run, iteration = self.config.run, self.result.iterations
+        last = iteration == run.iterations
+        if iteration == 0:
+            self._save()  # before any work: a disk that is full or read-only shows now
+        better = False
+        if (last or _due(iteration, self.config.eval.every)) and iteration not in self._accuracies():
+            better = self._evaluate(iteration)
+        if better or last or _due(iteration, run.checkpoint_every):
+            self._save()
+        self._stop_if_requested()
+
+    def _evaluate(self, iteration: int) -> bool:
+        """Returns whether it is the best trained policy so far."""
         if not self.config.eval.every:
-            return
+            return False
+        before = self._accuracies()
         record, answers = evaluate_system(self.system, self.config, iteration, self._progress)
         self.directory.append_eval(record, answers)
         if self.result.first_eval is None:
             self.result.first_eval, self.result.first_answers = record, answers
         self.result.last_eval, self.result.last_answers = record, answers
-        if iteration and (record["accuracy"] or 0.0) > self.best[0]:
-            self.best = (record["accuracy"] or 0.0, iteration)
         self._tell("on_eval", record, answers)
+        earlier = [accuracy for number, accuracy in before.items() if number > 0]
+        return iteration > 0 and (record["accuracy"] or 0.0) > max(earlier, default=-1.0)
 
-    def _save(self, iteration: int) -> None:
-        folder = save_policy(self.system.policy, self.trainer.optimizer, self.directory.checkpoints / str(iteration))
-        prune(self.directory.checkpoints, self.config.run.keep, self.best[1])
+    def _accuracies(self) -> dict[int, float]:
+        """Held-out accuracy of the evaluations so far, by iteration."""
+        return {record["iteration"]: record["accuracy"] or 0.0 for record in self.directory.evals()}
+
+    def _save(self) -> None:
+        """The present state, between two updates or two iterations, unless it is on the disk already."""
+        checkpoints, optimizer = self.directory.checkpoints, self.trainer.optimizer
+        place = Place(self.result.iterations, self.under_way.updates_done if self.under_way else -1)
+        if place in saved(checkpoints):
+            return
+        self.state.iterations, self.state.updates = self.result.iterations, optimizer.updates
+        self.state.engine_noise, self.state.random = self.publisher.noise, random_states()
+        folder = save_checkpoint(
+            checkpoints, place, self.system.policy, optimizer, self.state, self.config.to_toml(), self.under_way
+        )
+        trained = {number: accuracy for number, accuracy in self._accuracies().items() if number > 0}
+        prune(checkpoints, self.config.run.keep, best=max(trained, key=trained.__getitem__, default=None))
         self.directory.log(f"checkpoint {folder}")
+
+    def _save_after_failure(self) -> None:
+        """What led up to a failure is kept: the reward function mended, the run goes on from here."""
+        if not self.trainer.optimizer.intact:
+            return
+        try:
+            self._save()
+            self._say(f"saved what was done; go on with: gspo train --resume {self.directory.path}")
+        except Exception as error:  # the failure itself is what the user must hear
+            self.directory.log(f"not saved: {error}")
 
     def _check_finite(self, metrics: dict[str, Any]) -> None:
         """Count updates thrown away for NaN or infinite gradients; give up when nothing else happens."""
         bad = metrics["optimizer/updates_not_finite"]
-        made = self.config.algorithm.updates_per_rollout - bad - metrics["optimizer/updates_without_signal"]
-        self.not_finite = 0 if made else self.not_finite + bad
-        if self.not_finite >= MAX_NOT_FINITE:
+        masked = metrics.get("optimizer/updates_masked", 0)
+        made = self.config.algorithm.updates_per_rollout - bad - masked - metrics["optimizer/updates_without_signal"]
+        self.state.not_finite = 0 if made else self.state.not_finite + bad
+        if self.state.not_finite >= MAX_NOT_FINITE:
             raise DivergenceError(
-                f"The last {self.not_finite} gradients were not finite, so no update was made. Lower "
+                f"The last {self.state.not_finite} gradients were not finite, so no update was made. Lower "
                 "optimizer.learning_rate, set model.dtype = 'float32', or start from an earlier checkpoint."
             )
         if bad:
-            self._tell("on_message", f"{bad} update(s) left out: the gradient was not finite")
+            self._say(f"{bad} update(s) left out: the gradient was not finite")
+        if masked:
+            self._say(f"{masked} update(s) left out: {self.config.algorithm.correction} masked every answer in them")
 
     def _progress(self, stage: str, done: int, total: int) -> None:
         self._tell("on_progress", stage, done, total)
-        if stage in ("rollout", "eval"):  # nothing is lost by abandoning these
+        if stage != "reward":  # rollouts under way and evaluations are abandoned, updates done are saved
             self._stop_if_requested()
 
     def _stop_if_requested(self) -> None:
@@ -170,6 +301,10 @@ class _Run:
             for number, old in before.items():
                 signal.signal(number, old)
 
+    def _say(self, text: str) -> None:
+        self.directory.log(text)
+        self._tell("on_message", text)
+
     def _tell(self, event: str, *details: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(*details)
@@ -180,4 +315,5 @@ class _Stopped(Exception):
 
 
 def _due(iteration: int, every: int) -> bool:
+    """0 is due too: before the first iteration."""
     return every > 0 and iteration % every == 0

@@ -7,6 +7,7 @@ weights, gradients are added up in float32 over the passes of an update, and the
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,12 +17,18 @@ from gspo.config import OptimizerConfig
 
 
 class MasterOptimizer:
-    """``master`` are the float32 weights: the model's own when it is float32, else copies in parameter order."""
+    """``master`` are the float32 weights: the model's own when it is float32, else copies; both in order of ``names``.
+
+    ``intact`` is False while weights are being changed: what is saved then would be neither the old nor the new ones.
+    """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, total_updates: int) -> None:
         self.config, self.total_updates = config, total_updates
         self.updates = 0
-        self.model_parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.intact = True
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.names = list(trained)
+        self.model_parameters: list[Tensor] = list(trained.values())
         self.copies = any(parameter.dtype == torch.bfloat16 for parameter in self.model_parameters)
         if self.copies:
             self.master = [parameter.detach().float() for parameter in self.model_parameters]
@@ -61,8 +68,10 @@ class MasterOptimizer:
                 torch._foreach_mul_(gradients, self.config.max_grad_norm / norm)
             for group in self.adam.param_groups:
                 group["lr"] = self.learning_rate()
+            self.intact = False
             self.adam.step()
             self.copy_to_model()
+            self.intact = True
         self.updates += 1
         self.clear()
         return norm, made
@@ -82,12 +91,28 @@ class MasterOptimizer:
         if self.copies:
             torch._foreach_copy_(self.model_parameters, self.master)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"adam": self.adam.state_dict(), "updates": self.updates}
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take float32 weights by parameter name."""
+        for name, master in zip(self.names, self.master, strict=True):
+            master.copy_(weights[name])
+        self.copy_to_model()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.adam.load_state_dict(state["adam"])
-        self.updates = state["updates"]
+    def moments(self) -> dict[str, Tensor]:
+        """Adam's state as 'KIND/PARAMETER'; a parameter that never had a gradient has none."""
+        return {
+            f"{kind}/{name}": value.contiguous()
+            for name, master in zip(self.names, self.master, strict=True)
+            for kind, value in self.adam.state.get(master, {}).items()
+        }
+
+    def load_moments(self, moments: Mapping[str, Tensor]) -> None:
+        """The reverse of ``moments``; parameters go by name, whatever their order."""
+        states: dict[int, dict[str, Tensor]] = {}
+        for key, value in moments.items():
+            kind, _, name = key.partition("/")
+            states.setdefault(self.names.index(name), {})[kind] = value
+        self.adam.load_state_dict({"state": states, "param_groups": self.adam.state_dict()["param_groups"]})
 
 
 def learning_rate(config: OptimizerConfig, update: int, total: int) -> float:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gspo.algorithm.batch import PackedBatch, StepBatch, split_by_sequence
+from gspo.algorithm.correction import Correction, mismatch_correction
 from gspo.algorithm.kl import kl_penalty
 from gspo.algorithm.logprobs import TokenLogprobs
 from gspo.algorithm.objectives import OBJECTIVES, ObjectiveOutput
-from gspo.algorithm.segments import segment_ids
+from gspo.algorithm.segments import segment_ids, segment_mean
 from gspo.config import Config
 from gspo.metrics import Means
 from gspo.policy.forward import score
@@ -22,12 +22,18 @@ from gspo.training.optimizer import MasterOptimizer
 
 @dataclass(frozen=True)
 class RowResult:
-    """What an update saw of one row: ratio and clip state as the objective used them, log-probs [L] in nats."""
+    """What an update saw of one row: ratio and clip state as the objective used them, log-probs [L] in nats.
+
+    ``engine_gap``: mean over its sampled tokens of trainer - engine log-probs, both of the weights that sampled; None
+    where the trainer did not score those. ``weight``: the mean correction factor, 1 without a correction.
+    """
 
     ratio: float
     clipped: float
     old_logprobs: list[float]
     logprobs: list[float]
+    engine_gap: float | None = None
+    weight: float = 1.0
 
 
 class Trainer:
@@ -47,44 +53,76 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def with_old_logprobs(self, step: StepBatch) -> StepBatch:
-        """Score an update's passes with the present weights, in the very passes the update will make."""
-        scored = [replace(batch, old_logprobs=self.score(batch, entropy=False).logprobs) for batch in step.batches]
-        return replace(step, batches=tuple(scored))
+    def old_logprobs(self, step: StepBatch) -> dict[int, list[float]]:
+        """By row number, the present weights' log-probs (nats) in the very passes that the update will make."""
+        found: dict[int, list[float]] = {}
+        for batch in step.batches:
+            scored = split_by_sequence(self.score(batch, entropy=False).logprobs, batch.cu_seqlens)
+            found |= {row: values.tolist() for row, values in zip(batch.rows, scored, strict=True)}
+        return found
 
-    def forward_backward(self, step: StepBatch, means: Means) -> tuple[float, dict[int, RowResult]]:
+    def forward_backward(
+        self, step: StepBatch, means: Means, *, moved: bool = False, engine_old: bool = False
+    ) -> tuple[float, dict[int, RowResult]]:
         """Add the gradient of one update's loss to the weights' gradients.
 
-        Returns the loss and, by row number, what the update saw of each row that went through the model.
+        ``moved``: the weights are no longer those that sampled. ``engine_old``: the step's old log-probs are the
+        engine's. Returns the loss and, by row number, what the update saw of each row that went through the model.
         """
         results: dict[int, RowResult] = {}
         total = 0.0
         for batch in step.batches:
             scored = self.score(batch)
-            old = scored.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-            output = self._objective(scored.logprobs, old, batch, step)
+            now = scored.logprobs.detach()
+            old = now if batch.old_logprobs is None else batch.old_logprobs
+            # the trainer's log-probs of the weights that sampled, where it has them
+            sampled = now if not moved else None if engine_old else old
+            correction = None if sampled is None or engine_old else self._correction(sampled, batch)
+            output = self._objective(scored.logprobs, old, batch, step, correction)
             loss = output.loss
             if self.reference is not None:
                 loss = loss + self.config.algorithm.kl_weight * self._kl(scored.logprobs, old, batch, step, means)
             loss.backward()
-            _observe(means, batch, step, scored, old, output)
             total += float(loss.detach())
-            results |= _row_results(batch, scored.logprobs.detach(), old, output)
+            _observe(means, batch, scored, old, output)
+            _observe_mismatch(means, batch, sampled, correction)
+            results |= _row_results(batch, now, old, sampled, output, correction)
         return total, results
 
     def optim_step(self) -> tuple[float, bool]:
         """(gradient norm before clipping, was the update made)."""
         return self.optimizer.step()
 
-    def _objective(self, logprobs: Tensor, old: Tensor, batch: PackedBatch, step: StepBatch) -> ObjectiveOutput:
+    def _correction(self, sampled: Tensor, batch: PackedBatch) -> Correction | None:
+        algorithm = self.config.algorithm
+        if algorithm.correction == "none":
+            return None
+        return mismatch_correction(
+            sampled,
+            rollout_logprobs=batch.rollout_logprobs,
+            completion_mask=batch.completion_mask,
+            cu_seqlens=batch.cu_seqlens,
+            kind=algorithm.correction,
+            cap=algorithm.correction_cap,
+        )
+
+    def _objective(
+        self, logprobs: Tensor, old: Tensor, batch: PackedBatch, step: StepBatch, correction: Correction | None
+    ) -> ObjectiveOutput:
         name = self.config.algorithm.objective
         low, high = self.config.clip
         advantages = batch.advantages.to(logprobs.device)
+        terms: dict[str, Tensor] = {}
+        if correction is not None and not correction.per_token:
+            advantages = advantages * correction.weights
+        if correction is not None and correction.per_token:
+            terms["token_weights"] = correction.weights
+            name = "gspo_token" if name == "gspo" else name  # the same ratios; its gradient keeps tokens apart
         if name == "gspo_token":
             by_token = advantages[segment_ids(batch.cu_seqlens, logprobs.shape[0])]
-            weights = {"token_advantages": by_token}
+            terms = {"token_advantages": by_token * terms.get("token_weights", 1.0)}
         else:
-            weights = {"advantages": advantages}
+            terms["advantages"] = advantages
         return OBJECTIVES[name](
             logprobs,
             old_logprobs=old,
@@ -93,7 +131,7 @@ class Trainer:
             num_sequences=step.num_sequences,
             clip_low=low,
             clip_high=high,
-            **weights,
+            **terms,
         )
 
     def _kl(self, logprobs: Tensor, old: Tensor, batch: PackedBatch, step: StepBatch, means: Means) -> Tensor:
@@ -113,9 +151,7 @@ class Trainer:
 
 
 @torch.no_grad()
-def _observe(
-    means: Means, batch: PackedBatch, step: StepBatch, scored: TokenLogprobs, old: Tensor, output: ObjectiveOutput
-) -> None:
+def _observe(means: Means, batch: PackedBatch, scored: TokenLogprobs, old: Tensor, output: ObjectiveOutput) -> None:
     """Numbers of one pass, each weighted by what it counts."""
     mask = batch.completion_mask
     tokens = int(mask.sum())
@@ -125,9 +161,6 @@ def _observe(
     means.add("policy/kl_old", float((change.exp() - 1 - change)[mask].mean()), tokens)
     if scored.entropy is not None:
         means.add("policy/entropy", float(scored.entropy[mask].mean()), tokens)
-    gap = torch.where(mask, old - batch.rollout_logprobs, 0.0)
-    known = mask & batch.rollout_logprobs.isfinite()
-    means.add("mismatch/mean_abs", float(gap[known].abs().mean()), int(known.sum()))
     lengths = batch.cu_seqlens.diff().to(torch.float32)
     sequences = batch.num_sequences
     for name, value in (("", output.clipped), ("_high", output.clipped_high), ("_low", output.clipped_low)):
@@ -135,9 +168,46 @@ def _observe(
     means.add("objective/clip_fraction_tokens", float((output.clipped * lengths).sum() / lengths.sum()), tokens)
 
 
-def _row_results(batch: PackedBatch, logprobs: Tensor, old: Tensor, output: ObjectiveOutput) -> dict[int, RowResult]:
+@torch.no_grad()
+def _observe_mismatch(means: Means, batch: PackedBatch, sampled: Tensor | None, correction: Correction | None) -> None:
+    """Engine against trainer on the same weights; KL is of the engine's distribution to the trainer's, in nats."""
+    if sampled is None:
+        return
+    known = batch.completion_mask & batch.rollout_logprobs.isfinite()
+    gap, tokens = (sampled - batch.rollout_logprobs)[known], int(known.sum())
+    if tokens:
+        means.add("mismatch/mean_abs", float(gap.abs().mean()), tokens)
+        means.add("mismatch/kl_k1", float(-gap.mean()), tokens)
+        means.add("mismatch/kl_k3", float((gap.exp() - 1 - gap).mean()), tokens)
+    if correction is not None:
+        count = correction.rho.numel()
+        means.add("mismatch/rho_mean", float(correction.rho.mean()), count)
+        means.add("mismatch/corrected_fraction", float(correction.acted.float().mean()), count)
+
+
+def _row_results(
+    batch: PackedBatch,
+    logprobs: Tensor,
+    old: Tensor,
+    sampled: Tensor | None,
+    output: ObjectiveOutput,
+    correction: Correction | None,
+) -> dict[int, RowResult]:
+    gaps: list[float | None] = [None] * batch.num_sequences
+    if sampled is not None:
+        known = batch.completion_mask & batch.rollout_logprobs.isfinite()
+        gaps = list(segment_mean(sampled - batch.rollout_logprobs, known, batch.cu_seqlens).tolist())
+    weights = [1.0] * batch.num_sequences
+    if correction is not None:
+        by_row = correction.weights
+        if correction.per_token:
+            by_row = segment_mean(by_row, batch.completion_mask, batch.cu_seqlens)
+        weights = by_row.tolist()
     new_rows, old_rows = (split_by_sequence(values, batch.cu_seqlens) for values in (logprobs, old))
-    columns: Sequence[tuple[int, float, float, Tensor, Tensor]] = list(
-        zip(batch.rows, output.ratio.tolist(), output.clipped.tolist(), old_rows, new_rows, strict=True)
+    columns = zip(
+        batch.rows, output.ratio.tolist(), output.clipped.tolist(), old_rows, new_rows, gaps, weights, strict=True
     )
-    return {row: RowResult(ratio, clip, before.tolist(), now.tolist()) for row, ratio, clip, before, now in columns}
+    return {
+        row: RowResult(ratio, clipped, before.tolist(), now.tolist(), gap, weight)
+        for row, ratio, clipped, before, now, gap, weight in columns
+    }

@@ -128,8 +128,10 @@ def test_old_logprobs_stay_those_of_the_weights_that_sampled(tiny_policy: Policy
     """SkyRL#1315, miles#1829: recomputed with present weights the ratio would be 1 for ever and the clip inert."""
     made = Config().with_values({"optimizer.learning_rate": 1e-2})
     trainer = Trainer(tiny_policy, made)
-    first, second = (pack_step(rows(drift=None), max_tokens=4096) for _ in range(2))
-    second = trainer.with_old_logprobs(second)
+    first = pack_step(rows(drift=None), max_tokens=4096)
+    old = trainer.old_logprobs(first)
+    known = [replace(row, old_logprobs=old.get(number)) for number, row in enumerate(rows(drift=None))]
+    second = pack_step(known, max_tokens=4096)
     by_hand = score_plain(tiny_policy, first.batches[0]).logprobs.detach()
     trainer.forward_backward(first, Means())
     trainer.optim_step()

@@ -63,7 +63,6 @@ TURNED: dict[str, Any] = {
     "optimizer.max_grad_norm": 0.01,
     "run.iterations": 1,
     "run.seed": 1,
-    "run.checkpoint_every": 1,
     "run.name": "other",
 }
 ELSEWHERE = {
@@ -76,10 +75,14 @@ ELSEWHERE = {
     "rollout.top_k": "refused, tests/e2e/test_mistakes.py",
     "rollout.skip_special_tokens": "tests/unit/test_chat.py",
     "engine.kind": "one choice",
+    "algorithm.old_logprobs": "tests/unit/training/test_mismatch.py",
+    "algorithm.correction": "tests/unit/training/test_mismatch.py",
+    "algorithm.correction_cap": "tests/unit/training/test_mismatch.py",
     "engine.max_batch": "tests/unit/engines/test_native.py",
     "batch.max_tokens": "tests/unit/training/test_work.py",
     "batch.vocab_chunk": "tests/unit/training/test_gradient.py",
     "run.directory": "every end-to-end test",
+    "run.checkpoint_every": "test_checkpoints_are_saved_when_due",
     "run.keep": "test_keep_counts_checkpoints",
     "track.kinds": "refused, tests/e2e/test_mistakes.py",
 }
@@ -122,6 +125,14 @@ def test_several_samples_give_pass_at_k(tmp_path: Path) -> None:
     record = train(Config().with_values(BASE | values)).last_eval
     assert record is not None
     assert {"pass@2", "pass@4"} <= set(record) and record["accuracy"] <= record["pass@2"] <= record["pass@4"]
+
+
+@pytest.mark.parametrize(("every", "names"), [(1, "0123"), (2, "023"), (0, "03")])
+def test_checkpoints_are_saved_when_due(tmp_path: Path, every: int, names: str) -> None:
+    """Before the first iteration and after the last in any case."""
+    values = {"run.checkpoint_every": every, "run.iterations": 3, "run.keep": 9, "eval.every": 0}
+    result = train(Config().with_values(BASE | values | {"run.directory": str(tmp_path)}))
+    assert sorted(path.name for path in (result.directory / "checkpoints").iterdir()) == list(names)
 
 
 def test_keep_counts_checkpoints(tmp_path: Path) -> None:

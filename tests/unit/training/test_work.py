@@ -13,10 +13,11 @@ from gspo.config import Config
 from gspo.metrics import Means
 from gspo.packing import pack_step
 from gspo.policy.load import Policy
+from gspo.rollout.collect import collect
 from gspo.rollout.system import System, load_system
 from gspo.sync.publish import Publisher
 from gspo.tasks import RewardSuite
-from gspo.training.iteration import run_iteration
+from gspo.training.iteration import Iteration, run_iteration
 from gspo.training.trainer import Trainer
 from tests.helpers import random_rows
 
@@ -62,7 +63,7 @@ def iteration(values: dict[str, Any], reward: Any) -> tuple[list[int], dict[str,
         return publish(version)
 
     publisher.publish = stop  # type: ignore[method-assign]
-    done = run_iteration(system, trainer, publisher, config, 1, progress)
+    done = run_iteration(Iteration(2, collect(system, config, 2, progress)), trainer, publisher, config, progress)
     return calls.tokens, done.metrics, done.rows
 
 

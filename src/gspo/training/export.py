@@ -1,0 +1,74 @@
+"""A checkpoint's weights, config and tokenizer as a plain Hugging Face folder of their own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from gspo.errors import CheckpointError, ConfigError
+from gspo.records import RunDirectory
+from gspo.training.checkpoint import OWN_FILES, damage, newest_whole
+
+
+def export(run: Path, out: Path, checkpoint: str = "newest", dtype: str = "float32") -> str:
+    """Copy a run's checkpoint ('newest', 'best' or its name) to ``out``; returns the checkpoint's name.
+
+    Raises CheckpointError when there is no such whole checkpoint, or the disk does not take it; ConfigError when
+    ``out`` exists.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists already; choose a folder that does not, so that nothing is overwritten.")
+    name = _choose(RunDirectory(run), checkpoint)
+    source = run / "checkpoints" / name
+    wrong = damage(source)
+    if wrong:
+        raise CheckpointError(f"The checkpoint {source} cannot be exported: {wrong}.")
+    partial = out.with_name(out.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for path in source.iterdir():
+            if path.name not in OWN_FILES:
+                shutil.copyfile(path, partial / path.name)
+        if dtype != "float32":
+            _cast(partial, dtype)
+        partial.rename(out)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"{out} cannot be written: {error.strerror or error}.") from error
+    return name
+
+
+def _choose(run: RunDirectory, checkpoint: str) -> str:
+    if checkpoint == "newest":
+        place, notes = newest_whole(run.checkpoints)
+        if place is None:
+            raise CheckpointError(f"{run.path} has no whole checkpoint. {'; '.join(notes)}".rstrip())
+        return place.name
+    if checkpoint == "best":
+        there = {
+            r["iteration"]: r["accuracy"] or 0.0
+            for r in run.evals()
+            if (run.checkpoints / str(r["iteration"])).is_dir()
+        }
+        if not there:
+            raise CheckpointError(f"No checkpoint of {run.path} was evaluated; use --checkpoint newest.")
+        return str(max(there, key=there.__getitem__))
+    if not (run.checkpoints / checkpoint).is_dir():
+        names = sorted(path.name for path in run.checkpoints.iterdir())
+        raise CheckpointError(f"{run.path} has no checkpoint {checkpoint!r}; it has: {', '.join(names) or 'none'}.")
+    return checkpoint
+
+
+def _cast(folder: Path, dtype: str) -> None:
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        cast = {name: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for name, t in tensors.items()}
+        save_file(cast, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["dtype"] = dtype
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

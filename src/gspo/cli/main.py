@@ -15,6 +15,7 @@ VERBS = {
     "train": "train a model with GSPO",
     "eval": "measure a model on held-out prompts",
     "sample": "show answers of a model",
+    "doctor": "check a run before hours are spent on it",
     "export": "write a run's policy as a Hugging Face folder",
 }
 

@@ -51,6 +51,10 @@ class Publisher:
         self.noise += 0.1 * (gap - self.noise)  # it grows as the policy sharpens
         return gap
 
+    def forget(self) -> None:
+        """Take the present weights as the ones last published."""
+        self.before = self._trainer_scores()
+
     def _check_noise(self) -> None:
         limit = 3 * ROUNDING[torch.bfloat16]  # engines may compute in bfloat16 whatever the trainer does
         if not self.noise <= limit:

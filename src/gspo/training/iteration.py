@@ -69,8 +69,7 @@ def run_iteration(
     iteration: Iteration, trainer: Trainer, publisher: Publisher, config: Config, progress: Progress
 ) -> IterationResult:
     """Make the updates that are left, from disjoint parts of the rollouts, and publish the weights."""
-    advantages = advantages_of(iteration.collected.groups, config)
-    _Updates(iteration, trainer, config, advantages).run(progress)
+    run_updates(iteration, trainer, config, progress)
     start = time.perf_counter()
     publisher.publish(trainer.optimizer.updates)
     metrics: dict[str, Any] = {"iteration": iteration.number, "policy_version": trainer.optimizer.updates}
@@ -78,11 +77,17 @@ def run_iteration(
     metrics |= _update_metrics(iteration, config)
     metrics["time/publish_seconds"] = time.perf_counter() - start
     metrics["memory/peak_bytes"] = peak_memory_bytes()
+    advantages = advantages_of(iteration.collected.groups, config)
     rows = [
         rollout_record(group, rollout, float(advantages[number]), iteration.results.get(number))
         for number, (group, rollout) in enumerate((g, r) for g in iteration.collected.groups for r in g.rollouts)
     ]
     return IterationResult(metrics, rows, iteration.collected.groups)
+
+
+def run_updates(iteration: Iteration, trainer: Trainer, config: Config, progress: Progress = lambda *_: None) -> None:
+    """Make the updates that are left; between any two of them ``iteration`` and ``trainer`` are whole."""
+    _Updates(iteration, trainer, config, advantages_of(iteration.collected.groups, config)).run(progress)
 
 
 def advantages_of(groups: Sequence[Group], config: Config) -> torch.Tensor:

@@ -151,6 +151,7 @@ def to_row(rollout: Rollout, advantage: float) -> Row:
         completion_mask=rollout.completion_mask,
         advantage=advantage,
         rollout_logprobs=rollout.rollout_logprobs,
+        routing=rollout.routing,
     )
 
 
@@ -201,6 +202,7 @@ def _record(group: Group, rollout: Rollout, advantage: float, result: RowResult 
         "advantage": advantage,
         "ratio": result.ratio if result else None,
         "clipped": result.clipped if result else None,
+        "expert_change": result.expert_change if result else None,
         "finish_reason": rollout.finish_reason,
         "temperature": rollout.temperature,
         "policy_version": rollout.policy_version,

@@ -76,6 +76,8 @@ ELSEWHERE = {
     "rollout.top_k": "refused, tests/e2e/test_mistakes.py",
     "rollout.skip_special_tokens": "tests/unit/test_chat.py",
     "engine.kind": "one choice",
+    "algorithm.routing_replay": "tests/unit/training/test_routing.py",
+    "algorithm.router_aux_weight": "tests/unit/training/test_routing.py",
     "engine.max_batch": "tests/unit/engines/test_native.py",
     "batch.max_tokens": "tests/unit/training/test_work.py",
     "batch.vocab_chunk": "tests/unit/training/test_gradient.py",

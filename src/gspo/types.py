@@ -59,7 +59,7 @@ class Completion:
     logprobs: list[float]
     finish_reason: FinishReason
     policy_version: int = 0
-    routing: Routing | None = None
+    routing: Routing | None = field(default=None, compare=False)
 
 
 @dataclass

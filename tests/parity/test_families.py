@@ -40,6 +40,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "olmo2": {},
     "olmoe": EXPERTS,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24, "decoder_sparse_step": 1},
     "phi3": {},
     "smollm3": {},
     "starcoder2": {},

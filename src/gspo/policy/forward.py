@@ -105,7 +105,8 @@ def score_plain(
     entropies = [values.entropy for values in scored if values.entropy is not None]
     experts, routed = record.take()
     if experts is not None:  # a shared prompt is written once for each of its rows
-        experts = experts.new_empty(batch.num_tokens, *experts.shape[1:]).index_copy_(0, torch.cat(rows), experts)
+        by_row, experts = experts, experts.new_empty(batch.num_tokens, *experts.shape[1:])
+        experts[torch.cat(rows)] = by_row
     ends = torch.tensor([len(tokens) for tokens in rows]).cumsum(0).tolist()
     predict = torch.cat([torch.arange(end - len(c), end) for end, c in zip(ends, completions, strict=True)])
     return Scored(

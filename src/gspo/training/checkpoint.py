@@ -28,9 +28,10 @@ def save_policy(policy: Policy, optimizer: MasterOptimizer, folder: Path) -> Pat
     config = policy.model.config
     before = config.dtype
     try:
-        config.dtype = torch.float32
         with policy.attention_implementation("sdpa"):
             policy.model.save_pretrained(partial, state_dict=state)
+            config.dtype = torch.float32  # save_pretrained has written the precision that the model computes in
+            config.save_pretrained(partial)
         policy.tokenizer.save_pretrained(partial)
         if folder.exists():
             shutil.rmtree(folder)

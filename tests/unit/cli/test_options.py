@@ -27,6 +27,7 @@ WORDS_AND_VALUE: dict[str, tuple[str, object]] = {
     "algorithm.clip_low": ("0.125", 0.125),
     "algorithm.clip_high": ("0.125", 0.125),
     "algorithm.advantage": ("none", "none"),
+    "algorithm.routing_replay": ("old", "old"),
     "optimizer.schedule": ("cosine", "cosine"),
     "optimizer.betas": ("0.5 0.75", (0.5, 0.75)),
     "batch.max_tokens": ("8192", 8192),

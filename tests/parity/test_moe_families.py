@@ -20,23 +20,8 @@ from gspo.rollout.system import copy_policy
 from gspo.training.checkpoint import save_policy
 from gspo.training.optimizer import MasterOptimizer
 from tests.helpers import random_rows
-from tests.parity.test_families import EXPERTS, PACKED, build
+from tests.parity.test_families import DEEPSEEK, EXPERTS, PACKED, build
 
-DEEPSEEK = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 24,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "head_dim": 4,
-    "v_head_dim": 8,
-    "num_hidden_layers": 3,
-}
 FAMILIES: dict[str, tuple[dict[str, Any], moe.WeightRule]] = {
     "qwen3_moe": (PACKED["qwen3_moe"], moe.WeightRule("softmax", True)),
     "qwen2_moe": (PACKED["qwen2_moe"], moe.WeightRule("softmax", False)),
@@ -47,7 +32,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], moe.WeightRule]] = {
         moe.WeightRule("chosen", False),
     ),
     "flex_olmo": (EXPERTS, moe.WeightRule("softmax", False)),
-    "deepseek_v3": (DEEPSEEK, moe.WeightRule("sigmoid", True, 2.5)),
+    "deepseek_v3": (DEEPSEEK | {"v_head_dim": 8}, moe.WeightRule("sigmoid", True, 2.5)),
 }
 NAMED = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -216,19 +218,17 @@ def test_experts_are_computed_by_the_fast_kernel_only_if_it_is_right(
     assert tiny_moe.model.config._experts_implementation == "eager"
 
 
-def test_a_pad_token_in_a_text_is_content(tmp_path: object) -> None:
+def test_a_pad_token_in_a_text_is_content(tmp_path: Path) -> None:
     """A padding index would freeze its embedding: there is no padding here, so every token's embedding learns."""
     found = []
-    for number, pad in enumerate((None, 7)):
+    weights = qwen().model.state_dict()
+    for pad in (None, 7):
         policy = qwen(pad_token_id=pad)
-        if pad is not None:
-            policy.model.load_state_dict(plain_state)
-        else:
-            plain_state = policy.model.state_dict()
-        folder = f"{tmp_path}/{number}"
+        policy.model.load_state_dict(weights)
+        folder = tmp_path / str(pad)
         policy.model.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
-        loaded = load_policy(ModelConfig(path=folder))
+        loaded = load_policy(ModelConfig(path=str(folder)))
         embedding: nn.Embedding = loaded.model.get_input_embeddings()
         rows = random_rows([[4, 5]])
         rows[0].token_ids[1] = 7  # type: ignore[index]

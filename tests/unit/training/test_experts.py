@@ -67,7 +67,7 @@ def test_unchanged_weights_have_ratio_one_and_no_change(tiny_moe: Policy, dtype:
 
 
 def test_r2_forces_the_old_experts_when_routers_have_moved(tiny_moe: Policy) -> None:
-    """What the experts modules get is what they got in the old pass; the change that is reported is the routers' own."""
+    """The experts modules get what they got in the old pass; the change that is reported is the routers' own."""
     made, means = trainer(tiny_moe, routing_replay="old"), Means()
     step = made.with_old_logprobs(pack_step(rows(), max_tokens=4096))
     perturb(tiny_moe)

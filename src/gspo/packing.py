@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+import numpy as np
 import torch
 
 from gspo.algorithm.batch import Block, GroupSpan, Layout, PackedBatch, StepBatch
 from gspo.errors import PackingError
+from gspo.types import Routing
 
 MAX_PADDING = 0.25
 """Largest share of padding in an attention block; more and the block is cut in two."""
@@ -24,7 +26,9 @@ class Row:
     """One rollout, ready to train on: ``L`` tokens after the prompt.
 
     ``completion_mask``, ``rollout_logprobs`` and ``old_logprobs`` have length L; ``old_logprobs`` None means that the
-    pass itself supplies them. Rows with equal ``prompt_ids`` share the prompt's forward pass.
+    pass itself supplies them. ``routing``: the experts that the engine used, if it has any and reports them;
+    ``old_routing``: those of the pass that gave ``old_logprobs``. Rows with equal ``prompt_ids``, and equal experts
+    there, share the prompt's forward pass.
     """
 
     prompt_ids: Sequence[int]
@@ -33,12 +37,18 @@ class Row:
     advantage: float
     rollout_logprobs: Sequence[float]
     old_logprobs: Sequence[float] | None = None
+    routing: Routing | None = None
+    old_routing: Routing | None = None
 
     def check(self, number: int) -> None:
         """Raise PackingError when the row contradicts itself."""
         lengths = {"completion_mask": len(self.completion_mask), "rollout_logprobs": len(self.rollout_logprobs)}
         if self.old_logprobs is not None:
             lengths["old_logprobs"] = len(self.old_logprobs)
+        routings = {"routing": self.routing, "old_routing": self.old_routing}
+        for name, routing in routings.items():
+            if routing is not None:
+                lengths[f"{name}.completion"] = len(routing.completion)
         for name, length in lengths.items():
             if length != len(self.token_ids):
                 raise PackingError(
@@ -47,6 +57,21 @@ class Row:
                 )
         if not self.prompt_ids or not self.token_ids:
             raise PackingError(f"Row {number} has an empty prompt or completion; leave such rows out before packing.")
+        for routing in routings.values():
+            if routing is not None:
+                self._check_prompt_experts(routing, number)
+
+    def _check_prompt_experts(self, routing: Routing, number: int) -> None:
+        if len(routing.prompt) != len(self.prompt_ids):
+            raise PackingError(
+                f"Row {number}: routing.prompt has {len(routing.prompt)} entries for {len(self.prompt_ids)} prompt "
+                "tokens; they must be equal. Cut and merge experts together with the tokens."
+            )
+        if not np.array_equal(routing.prompt[-1], routing.completion[0]):
+            raise PackingError(
+                f"Row {number}: the first completion token is predicted at the prompt's last position, and its experts "
+                "differ from those given there; the experts are misaligned with the tokens."
+            )
 
 
 def pack_step(rows: Sequence[Row], *, max_tokens: int, share_prompts: bool = True) -> StepBatch:
@@ -85,7 +110,7 @@ def _pieces(rows: Sequence[Row], numbers: Sequence[int], max_tokens: int, share_
     """Rows by prompt, cut where one prompt's rows exceed max_tokens."""
     by_prompt: dict[object, list[int]] = {}
     for n in numbers:
-        by_prompt.setdefault(tuple(rows[n].prompt_ids) if share_prompts else n, []).append(n)
+        by_prompt.setdefault(_shared(rows[n]) if share_prompts else n, []).append(n)
     pieces: list[list[int]] = []
     for members in by_prompt.values():
         piece: list[int] = []
@@ -103,6 +128,12 @@ def _pieces(rows: Sequence[Row], numbers: Sequence[int], max_tokens: int, share_
             piece.append(n)
         pieces.append(piece)
     return pieces
+
+
+def _shared(row: Row) -> object:
+    """Rows for which this is equal can share a prompt."""
+    experts = (None if routing is None else routing.prompt.tobytes() for routing in (row.routing, row.old_routing))
+    return tuple(row.prompt_ids), *experts
 
 
 def _even_share(rows: Sequence[Row], members: Sequence[int], max_tokens: int) -> float:
@@ -173,7 +204,24 @@ def _build(rows: Sequence[Row], pieces: list[list[int]]) -> PackedBatch:
         if known_old
         else None,
         rows=tuple(order),
+        rollout_experts=_experts(pieces, [row.routing for row in rows]),
+        old_experts=_experts(pieces, [row.old_routing for row in rows]),
     )
+
+
+def _experts(pieces: list[list[int]], routings: Sequence[Routing | None]) -> torch.Tensor | None:
+    """[T, layers, K] for each forward token, laid out as ``_build`` lays out the tokens."""
+    parts: list[np.ndarray] = []
+    if all(routings[n] is None for piece in pieces for n in piece):
+        return None
+    for piece in pieces:
+        for place, routing in enumerate(routings[n] for n in piece):
+            if routing is None:
+                raise PackingError("Some rows of one pass have routing and others do not; give it to all or to none.")
+            parts += [routing.completion[1:]] if place else [routing.prompt, routing.completion[1:]]
+    if len({(part.shape[1:], part.dtype) for part in parts}) > 1:
+        raise PackingError("The rows of one pass have experts of different models; give those of the policy alone.")
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor, Layout, list[int]]:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Message = Mapping[str, Any]
 FinishReason = Literal["stop", "length", "abort"]
@@ -30,6 +33,18 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Which experts of a mixture-of-experts model wrote an answer: arrays of uint8, or int16 above 256 experts.
+
+    ``prompt`` [P, layers, K]: at each prompt token. ``completion`` [L, layers, K]: at the position that predicts each
+    completion token, so the first row repeats the prompt's last. Cut and merge it like the token ids.
+    """
+
+    prompt: np.ndarray
+    completion: np.ndarray
+
+
 @dataclass(frozen=True)
 class Completion:
     """What one engine call sampled for one prompt: ``L`` token ids and their log-probabilities.
@@ -37,12 +52,14 @@ class Completion:
     ``logprobs`` [L] are in nats, under the distribution that was sampled from (at the sampling temperature).
     ``finish_reason``: ``stop`` (an end token, kept as the last id, or a stop string), ``length`` (cut at the
     limit; no end token is invented), ``abort`` (given up; not trained on). ``policy_version`` counts updates.
+    ``routing``: None for dense models and engines that do not report it.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     policy_version: int = 0
+    routing: Routing | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -67,6 +84,7 @@ class Rollout:
     reward: float | None = None
     reward_terms: dict[str, float | None] = field(default_factory=dict)
     error: str | None = None
+    routing: Routing | None = None
 
 
 @dataclass

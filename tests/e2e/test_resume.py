@@ -16,6 +16,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from gspo import Config, train
+from gspo.errors import Interrupted
+from gspo.training.callbacks import Callback
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = str(ROOT / "recipes" / "tiny.toml")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -110,6 +114,34 @@ except Interrupted:
     again = gspo("train", RECIPE, "--run.directory", str(tmp_path), "--resume", "auto")
     assert again.returncode == 0, again.stderr
     same_run(straight, tmp_path / "tiny")
+
+
+@pytest.mark.parametrize("replay", ["old", "rollout"])
+def test_experts_to_replay_outlive_a_stop(tmp_path: Path, replay: str) -> None:
+    """In the middle of an iteration of a mixture of experts: the experts that later updates replay are saved too."""
+
+    class Stop(Callback):
+        updates = 0
+
+        def on_progress(self, stage: str, done: int, total: int) -> None:
+            self.updates += stage == "update"
+            if self.updates == 7 and stage == "update":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    values = {"model.path": "builtin:tiny-moe", "algorithm.routing_replay": replay, "run.iterations": 3}
+    whole, stopped = (
+        Config.load(RECIPE).with_values(values | {"run.name": name, "run.directory": str(tmp_path)})
+        for name in ("whole", "stopped")
+    )
+    straight = train(whole)
+    with pytest.raises(Interrupted):
+        train(stopped, callbacks=[Stop()])
+    assert "1+2" in [path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir()]
+    train(stopped, resume="auto")
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        assert untimed(straight.directory / name) == untimed(tmp_path / "stopped" / name)
+    weights = [load_file(tmp_path / run / "checkpoints" / "3" / "model.safetensors") for run in ("whole", "stopped")]
+    assert all(bool((weights[0][key] == weights[1][key]).all()) for key in weights[0])
 
 
 def test_a_damaged_checkpoint_is_left_out_and_said(straight: Path, tmp_path: Path) -> None:

@@ -31,6 +31,21 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 4,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+}
 PACKED: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -40,6 +55,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "olmo2": {},
     "olmoe": EXPERTS,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24, "decoder_sparse_step": 1},
     "phi3": {},
     "smollm3": {},
     "starcoder2": {},
@@ -51,6 +67,7 @@ PACKED: dict[str, dict[str, Any]] = {
 PLAIN: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": ({"sliding_window": 128}, "softcap"),
     "granite": ({"logits_scaling": 4.0}, "differ by"),
+    "deepseek_v3": (DEEPSEEK | {"v_head_dim": 6}, "values of another width"),
 }
 
 
@@ -87,7 +104,7 @@ def test_what_packing_does_not_fit_falls_back_and_says_why(family: str) -> None:
         choose_attention(policy, "grouped")
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2", "gemma2", "opt"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2", "gemma2", "opt", "deepseek_v3"])
 def test_every_family_samples_with_the_trainers_logprobs(family: str) -> None:
     """Packed or plain, what the engine reports is the model's own log-prob of what it sampled."""
     policy = build(family, PACKED.get(family) or PLAIN[family][0])

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 from gspo.errors import PackingError
 from gspo.packing import Row, pack, pack_step
+from gspo.types import Routing
 from tests.helpers import random_rows
 
 
@@ -98,3 +102,61 @@ def test_dtypes() -> None:
     assert batch.advantages.dtype == batch.rollout_logprobs.dtype == torch.float32
     assert batch.old_logprobs is not None and batch.old_logprobs.dtype == torch.float32
     assert batch.cu_seqlens.dtype == torch.int32
+
+
+def routed(row: Row, start: int, prompt_start: int = 0) -> Row:
+    """Two layers of one expert; the numbers say which token it is: prompt from ``prompt_start``, completion behind."""
+    prompt = np.arange(prompt_start, prompt_start + len(row.prompt_ids), dtype=np.uint8)
+    completion = np.concatenate([prompt[-1:], np.arange(start, start + len(row.token_ids) - 1, dtype=np.uint8)])
+    experts = [np.repeat(numbers, 2).reshape(-1, 2, 1) for numbers in (prompt, completion)]
+    return replace(row, routing=Routing(*experts))
+
+
+def test_experts_lie_where_their_tokens_lie() -> None:
+    prompt, other = [1, 2, 3], [7, 8]
+    parts = [(prompt, [4, 5, 6, 9]), (prompt, [4]), (other, [5, 6]), (prompt, [6, 7])]
+    rows = [Row(p, c, [True] * len(c), 1.0, [0.0] * len(c)) for p, c in parts]
+    made = [routed(rows[0], 100), routed(rows[1], 110), routed(rows[2], 120, 50), routed(rows[3], 130)]
+    (batch,) = pack(made, range(4), max_tokens=100)
+    assert batch.rollout_experts is not None and batch.rollout_experts.shape == (batch.num_tokens, 2, 1)
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 6, 7, 8, 5]
+    assert batch.rollout_experts[:, 0, 0].tolist() == [0, 1, 2, 100, 101, 102, 130, 50, 51, 120]
+    predicted = batch.rollout_experts[batch.predict_index][:, 1, 0].tolist()
+    expected = [row.routing.completion[:, 1, 0].tolist() for n in batch.rows for row in [made[n]]]  # type: ignore[union-attr]
+    assert predicted == [number for numbers in expected for number in numbers]
+
+
+def test_prompts_that_used_other_experts_are_not_shared() -> None:
+    row = Row([1, 2, 3], [4, 5], [True] * 2, 1.0, [0.0] * 2)
+    (batch,) = pack([routed(row, 100), routed(row, 110, 40)], range(2), max_tokens=100)
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 1, 2, 3, 4]
+    assert batch.rollout_experts[:, 0, 0].tolist() == [0, 1, 2, 100, 40, 41, 42, 110]  # type: ignore[index]
+
+
+def shifted(routing: Routing) -> Routing:
+    return Routing(routing.prompt, np.concatenate([routing.completion[1:], routing.completion[-1:]]))
+
+
+CUTS = {
+    "completion cut, experts not": (lambda r: Routing(r.prompt, r.completion[:-1]), "routing.completion has 3 entries"),
+    "prompt cut": (lambda r: Routing(r.prompt[1:], r.completion), "routing.prompt has 2 entries for 3 prompt tokens"),
+    "one token off": (shifted, "the experts are misaligned with the tokens"),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_experts_not_cut_with_their_tokens_are_refused(case: str) -> None:
+    """AReno#524: metadata lost in merging, and a prefix that no longer fits."""
+    change, message = CUTS[case]
+    row = routed(Row([1, 2, 3], [4, 5, 6, 7], [True] * 4, 1.0, [0.0] * 4), 100)
+    with pytest.raises(PackingError, match=message):
+        pack_step([replace(row, routing=change(row.routing))], max_tokens=100)
+
+
+def test_experts_of_some_rows_only_or_of_two_models_are_refused() -> None:
+    row = Row([1, 2, 3], [4, 5], [True] * 2, 1.0, [0.0] * 2)
+    with pytest.raises(PackingError, match="Some rows of one pass have routing"):
+        pack([row, routed(row, 100)], range(2), max_tokens=100)
+    other = Routing(np.zeros((3, 4, 2), dtype=np.uint8), np.zeros((2, 4, 2), dtype=np.uint8))
+    with pytest.raises(PackingError, match="experts of different models"):
+        pack([replace(row, routing=other), routed(row, 100)], range(2), max_tokens=100)

@@ -61,6 +61,8 @@ class PackedBatch:
     True where the policy sampled; ``cu_seqlens`` int32[S+1]; ``advantages`` f32[S]; ``rollout_logprobs`` f32[N];
     ``old_logprobs`` f32[N] or None, which means: this pass is made with the weights that sampled, so its own
     log-probabilities are the old ones. ``rows``: which row of the update each sequence is.
+    Mixture of experts, both uint8 or int16 [T, layers, K] or None: ``rollout_experts`` is what the engine used,
+    ``old_experts`` what the trainer's routers chose in the pass that gave ``old_logprobs``.
 
     Example: a prompt of 3 tokens with completions of 2 and 1 tokens gives T = 3 + 1 + 0 forward tokens, N = 3,
     ``predict_index = [2, 3, 2]``, ``cu_seqlens = [0, 2, 3]``.
@@ -77,6 +79,8 @@ class PackedBatch:
     rollout_logprobs: Tensor
     old_logprobs: Tensor | None
     rows: tuple[int, ...]
+    rollout_experts: Tensor | None = None
+    old_experts: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -20,32 +20,39 @@ from gspo.algorithm.batch import Layout
 from gspo.engines.base import Engine, Progress, Request, Sampling
 from gspo.engines.sampling import sample_tokens
 from gspo.packing import Row, pack, pack_prompts
-from gspo.policy import attention
+from gspo.policy import attention, moe
 from gspo.policy.attention import decode_attention, grouped_attention
 from gspo.policy.forward import packed_hidden, score
 from gspo.policy.load import Policy
 from gspo.policy.prepacked import prepacked
-from gspo.types import Completion, FinishReason
+from gspo.types import Completion, FinishReason, Routing
 
 
 @dataclass
 class _Prompt:
-    """A prefilled prompt: keys and values by layer [H_kv, P, D], and the hidden state that predicts what follows."""
+    """A prefilled prompt: keys and values by layer [H_kv, P, D], the hidden state that predicts what follows, and the
+    experts [P, layers, K] of a mixture."""
 
     length: int
     cache: dict[int, tuple[Tensor, Tensor]]
     last_hidden: Tensor
+    experts: np.ndarray | None
 
 
 @dataclass
 class _Answer:
-    """One answer on its way: where it belongs, what it has, and its uniforms, fixed in advance by its seed."""
+    """One answer on its way: where it belongs, what it has, and its uniforms, fixed in advance by its seed.
+
+    Of a mixture: ``prompt_experts`` [P, layers, K], and ``experts`` [layers, K] where each of its tokens is predicted.
+    """
 
     request: int
     sample: int
     uniforms: np.ndarray
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    prompt_experts: np.ndarray | None = None
+    experts: list[np.ndarray] = field(default_factory=list)
 
 
 class NativeEngine(Engine):
@@ -74,22 +81,32 @@ class NativeEngine(Engine):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, progress: Progress | None = None
     ) -> list[list[Completion]]:
-        if self.policy.attention == "plain":
-            return _generate_plain(self, requests, sampling, progress)
-        session = _Session(self, requests, sampling, progress)
-        with prepacked(self.policy.model, session.slots.count):
-            return session.run()
+        with moe.record_routing(self.policy) as record:
+            if self.policy.attention == "plain":
+                return _generate_plain(self, requests, sampling, progress, record)
+            session = _Session(self, requests, sampling, progress, record)
+            with prepacked(self.policy.model, session.slots.count):
+                return session.run()
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.policy.head(hidden)
 
     def completion(self, answer: _Answer, reason: FinishReason) -> Completion:
-        return Completion(answer.token_ids, answer.logprobs, reason, self.policy_version)
+        routing = None
+        if answer.prompt_experts is not None:
+            routing = Routing(answer.prompt_experts, np.stack(answer.experts))
+        return Completion(answer.token_ids, answer.logprobs, reason, self.policy_version, routing)
 
 
 def answer_uniforms(request: Request, sample: int, count: int) -> np.ndarray:
     """The uniforms of one answer; independent of slots, batch size and other answers."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([*request.seed, sample]))).random(count)
+
+
+def experts_since(record: moe.RoutingRecord) -> np.ndarray | None:
+    """Experts [T, layers, K] of the tokens fed since the last question; None for a dense model."""
+    experts, _ = record.take()
+    return None if experts is None else experts.cpu().numpy()
 
 
 def finish_reason(answer: _Answer, sampling: Sampling) -> FinishReason | None:
@@ -105,9 +122,15 @@ class _Session:
     """One ``generate`` call."""
 
     def __init__(
-        self, engine: NativeEngine, requests: Sequence[Request], sampling: Sampling, progress: Progress | None
+        self,
+        engine: NativeEngine,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        progress: Progress | None,
+        record: moe.RoutingRecord,
     ) -> None:
         self.engine, self.requests, self.sampling, self.progress = engine, requests, sampling, progress
+        self.record = record
         self.waiting: deque[_Answer] = deque(
             _Answer(r, i, answer_uniforms(request, i, sampling.max_tokens))
             for r, request in enumerate(requests)
@@ -137,8 +160,11 @@ class _Session:
         prompts = [self.prompts[tuple(self.requests[answer.request].prompt_ids)] for answer in newcomers]
         logits = self.engine.logits(torch.stack([prompt.last_hidden for prompt in prompts]))
         first = len(self.active)
-        for slot, prompt in enumerate(prompts, first):
+        for slot, (answer, prompt) in enumerate(zip(newcomers, prompts, strict=True), first):
             self.slots.fill(slot, prompt)
+            if prompt.experts is not None:
+                answer.prompt_experts = prompt.experts
+                answer.experts.append(prompt.experts[-1])
         self.active += newcomers
         self._take(logits, first)
         still_wanted = {tuple(self.requests[answer.request].prompt_ids) for answer in self.waiting}
@@ -154,16 +180,21 @@ class _Session:
             token_ids, positions, layout, last = pack_prompts(chunk)
             context = _Prefill(layout)
             hidden = packed_hidden(self.engine.policy, token_ids, positions, context)
+            experts = experts_since(self.record)
             for key, group, end in zip(chunk, layout.groups, last, strict=True):
                 span = slice(*group.prompt)
                 cache = {layer: (k[:, span], v[:, span]) for layer, (k, v) in context.cache.items()}
-                self.prompts[key] = _Prompt(len(key), cache, hidden[end])
+                self.prompts[key] = _Prompt(len(key), cache, hidden[end], None if experts is None else experts[span])
 
     def _step(self) -> None:
         """One token for every active slot."""
         tokens = torch.tensor([answer.token_ids[-1] for answer in self.active])
         context = self.slots.decode_context(len(self.active))
         hidden = packed_hidden_rows(self.engine.policy, tokens, context)
+        experts = experts_since(self.record)
+        if experts is not None:
+            for answer, chosen in zip(self.active, experts, strict=True):
+                answer.experts.append(chosen)
         self._take(self.engine.logits(hidden), 0)
 
     def _take(self, logits: Tensor, first: int) -> None:
@@ -290,7 +321,11 @@ def packed_hidden_rows(policy: Policy, token_ids: Tensor, context: _Decode) -> T
 
 
 def _generate_plain(
-    engine: NativeEngine, requests: Sequence[Request], sampling: Sampling, progress: Progress | None
+    engine: NativeEngine,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    progress: Progress | None,
+    record: moe.RoutingRecord,
 ) -> list[list[Completion]]:
     """For families that packed attention does not fit: one request at a time with the model's own cache.
 
@@ -310,6 +345,7 @@ def _generate_plain(
             with engine.policy.attention_implementation("sdpa" if engine.policy.model._supports_sdpa else "eager"):
                 output = engine.policy.model(input_ids=inputs, cache=cache, use_cache=True)
             cache = output.cache
+            _keep_experts(answers, reasons, experts_since(record), inputs.shape[1])
             uniforms = torch.tensor([answer.uniforms[step] for answer in answers], dtype=torch.float32)
             tokens, logprobs = sample_tokens(
                 output.logits[:, -1], uniforms.to(engine.policy.device), sampling.temperature
@@ -326,3 +362,16 @@ def _generate_plain(
         if progress is not None:
             progress(sum(map(len, results)), total)
     return results
+
+
+def _keep_experts(
+    answers: Sequence[_Answer], reasons: Sequence[FinishReason | None], experts: np.ndarray | None, fed: int
+) -> None:
+    """Share out experts [answers * fed, layers, K] of one call: a whole prompt at first, then a token each."""
+    if experts is None:
+        return
+    for answer, reason, row in zip(answers, reasons, np.split(experts, len(answers)), strict=True):
+        if answer.prompt_experts is None:
+            answer.prompt_experts = row
+        if reason is None:
+            answer.experts.append(row[-1])

@@ -63,6 +63,8 @@ def _attention_function(
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise UnsupportedAttention(f"{type(module).__name__} uses '{name}' in its attention.")
+    if value.shape[-1] != query.shape[-1]:
+        raise UnsupportedAttention(f"{type(module).__name__} has values of another width than its queries.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return gspo_context.attend(module.layer_idx, query, key, value, scale), None
 

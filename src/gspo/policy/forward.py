@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gspo.algorithm.batch import PackedBatch
+from gspo.algorithm.batch import Layout, PackedBatch, split_by_sequence
 from gspo.algorithm.logprobs import TokenLogprobs, plain_logprobs, token_logprobs
 from gspo.errors import ConfigError
 from gspo.packing import Row, pack
-from gspo.policy import attention
+from gspo.policy import attention, moe
 from gspo.policy.load import Policy
 
 TOLERANCE = 1e-4
@@ -20,21 +20,41 @@ GRADIENT_TOLERANCE = 1e-3
 """The same for the parameter gradient, relative to its norm."""
 
 
+@dataclass(frozen=True)
+class Scored(TokenLogprobs):
+    """And of a mixture of experts: ``experts`` uint8 or int16 [T, layers, K], the routers' own choice at every forward
+    token; ``router_logits`` [N, E] by layer, where tokens are predicted, with gradient, if asked for."""
+
+    experts: Tensor | None = None
+    router_logits: tuple[Tensor, ...] = ()
+
+
 def score(
-    policy: Policy, batch: PackedBatch, *, temperature: float = 1.0, vocab_chunk: int = 2048, entropy: bool = True
-) -> TokenLogprobs:
+    policy: Policy,
+    batch: PackedBatch,
+    *,
+    temperature: float = 1.0,
+    vocab_chunk: int = 2048,
+    entropy: bool = True,
+    replay: Tensor | None = None,
+    router_logits: bool = False,
+) -> Scored:
     """Log-probability (nats, float32) and entropy of every completion token of a pass, at ``temperature``.
 
     Shapes: both [N]. With gradient when grad mode is on. Packed where the policy says 'grouped'; else one row at a time
-    with the model's own attention.
+    with the model's own attention. ``replay`` [T, layers, K] forces these experts; raises PackingError when they do not
+    fit the pass or the model.
     """
     policy.model.eval()  # dropout off in every pass: old and new log-probs must come from one function
     if policy.attention == "plain":
-        return score_plain(policy, batch, temperature=temperature)
-    hidden = packed_hidden(policy, batch.token_ids, batch.position_ids, attention.PackedAttention(batch.layout))
+        return score_plain(policy, batch, temperature=temperature, replay=replay, router_logits=router_logits)
+    with moe.record_routing(policy, logits=router_logits) as record, moe.replay_routing(policy, replay):
+        hidden = packed_hidden(policy, batch.token_ids, batch.position_ids, attention.PackedAttention(batch.layout))
+    experts, logits = record.take()
     head = policy.head
-    return token_logprobs(
-        hidden[batch.predict_index.to(hidden.device)],
+    index = batch.predict_index.to(hidden.device)
+    found = token_logprobs(
+        hidden[index],
         head.weight,
         batch.targets.to(hidden.device),
         temperature=temperature,
@@ -42,6 +62,7 @@ def score(
         vocab_chunk=vocab_chunk,
         entropy=entropy,
     )
+    return Scored(found.logprobs, found.entropy, experts, tuple(layer[index] for layer in logits))
 
 
 def packed_hidden(
@@ -62,30 +83,47 @@ def packed_hidden(
     return output.last_hidden_state[0]
 
 
-def score_plain(policy: Policy, batch: PackedBatch, *, temperature: float = 1.0) -> TokenLogprobs:
+def score_plain(
+    policy: Policy,
+    batch: PackedBatch,
+    *,
+    temperature: float = 1.0,
+    replay: Tensor | None = None,
+    router_logits: bool = False,
+) -> Scored:
     """The oracle and fall-back: each row on its own, prompt repeated, the model's own attention and logits."""
     scored = []
-    for prompt, completion in _rows(batch):
-        length = completion.shape[0]
-        with policy.attention_implementation("sdpa" if policy.model._supports_sdpa else "eager"):
-            inputs = torch.cat([prompt, completion[:-1]])[None].to(policy.device)
-            logits = policy.model(input_ids=inputs, use_cache=False).logits[0, -length:]
-        scored.append(plain_logprobs(logits, completion.to(policy.device), temperature))
+    rows = _forward_tokens(batch.layout)
+    completions = split_by_sequence(batch.targets, batch.cu_seqlens)
+    with moe.record_routing(policy, logits=router_logits) as record:
+        for tokens, completion in zip(rows, completions, strict=True):
+            inputs = batch.token_ids[tokens][None].to(policy.device)
+            attend = policy.attention_implementation("sdpa" if policy.model._supports_sdpa else "eager")
+            with attend, moe.replay_routing(policy, None if replay is None else replay[tokens]):
+                logits = policy.model(input_ids=inputs, use_cache=False).logits[0, -len(completion) :]
+            scored.append(plain_logprobs(logits, completion.to(policy.device), temperature))
     entropies = [values.entropy for values in scored if values.entropy is not None]
-    return TokenLogprobs(torch.cat([values.logprobs for values in scored]), torch.cat(entropies))
+    experts, routed = record.take()
+    if experts is not None:  # a shared prompt is written once for each of its rows
+        by_row, experts = experts, experts.new_empty(batch.num_tokens, *experts.shape[1:])
+        experts[torch.cat(rows)] = by_row
+    ends = torch.tensor([len(tokens) for tokens in rows]).cumsum(0).tolist()
+    predict = torch.cat([torch.arange(end - len(c), end) for end, c in zip(ends, completions, strict=True)])
+    return Scored(
+        torch.cat([values.logprobs for values in scored]),
+        torch.cat(entropies),
+        experts,
+        tuple(layer[predict] for layer in routed),
+    )
 
 
-def _rows(batch: PackedBatch) -> list[tuple[Tensor, Tensor]]:
-    """(prompt ids, completion ids) of every sequence, read back from the packed layout."""
-    rows = []
-    bounds = batch.cu_seqlens.tolist()
-    sequence = 0
-    for group in batch.layout.groups:
-        for _ in group.completions:
-            completion = batch.targets[bounds[sequence] : bounds[sequence + 1]]
-            rows.append((batch.token_ids[group.prompt[0] : group.prompt[1]], completion))
-            sequence += 1
-    return rows
+def _forward_tokens(layout: Layout) -> list[Tensor]:
+    """For each sequence, where its prompt and its completion without the last token lie in the packed pass."""
+    return [
+        torch.cat([torch.arange(*group.prompt), torch.arange(*span)])
+        for group in layout.groups
+        for span in group.completions
+    ]
 
 
 @dataclass(frozen=True)
@@ -106,11 +144,14 @@ def verify_forward(policy: Policy) -> ForwardCheck:
     and keyword arguments, and the failures are silent.
     """
     batch = _check_batch(policy.model.config.get_text_config().vocab_size)
+    plain, plain_gradient, experts = _probe(policy, batch, "plain")
+    if not all(router.rule for router in policy.routers):
+        experts = None  # cannot be replayed
     try:
-        packed, packed_gradient = _probe(policy, batch, "grouped")
+        # with the same experts: on a near tie rounding picks another one, which is no fault of packing
+        packed, packed_gradient, _ = _probe(policy, batch, "grouped", experts)
     except (attention.UnsupportedAttention, TypeError, AttributeError) as error:
         return ForwardCheck(False, float("nan"), float("nan"), str(error))
-    plain, plain_gradient = _probe(policy, batch, "plain")
     gap = (packed - plain).abs().max().item()
     distance = sum(((a - b).double() ** 2).sum().item() for a, b in zip(packed_gradient, plain_gradient, strict=True))
     size = sum((b.double() ** 2).sum().item() for b in plain_gradient)
@@ -154,16 +195,17 @@ def _check_batch(vocabulary: int) -> PackedBatch:
     return pack(rows, range(len(rows)), max_tokens=1024)[0]
 
 
-def _probe(policy: Policy, batch: PackedBatch, implementation: str) -> tuple[Tensor, list[Tensor]]:
-    """Log-probs and the gradient of their sum, without touching any parameter's .grad."""
+def _probe(
+    policy: Policy, batch: PackedBatch, implementation: str, replay: Tensor | None = None
+) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """Log-probs, the gradient of their sum and the experts, without touching any parameter's .grad."""
     before = policy.attention
     policy.attention = implementation
     try:
-        logprobs = score(policy, batch).logprobs
+        scored = score(policy, batch, replay=replay)
     finally:
         policy.attention = before
     parameters = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
-    gradients = torch.autograd.grad(logprobs.sum(), parameters, allow_unused=True)
-    return logprobs.detach(), [
-        torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)
-    ]
+    gradients = torch.autograd.grad(scored.logprobs.sum(), parameters, allow_unused=True)
+    found = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+    return scored.logprobs.detach(), found, scored.experts

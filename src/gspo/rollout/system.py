@@ -12,6 +12,7 @@ from gspo.config import Config
 from gspo.engines.base import Engine, Sampling
 from gspo.engines.native import NativeEngine
 from gspo.errors import ConfigError, DataError
+from gspo.policy import moe
 from gspo.policy.forward import choose_attention
 from gspo.policy.load import Policy, load_policy, resolve_dtype
 from gspo.tasks import Task, load_task
@@ -37,12 +38,15 @@ def load_system(config: Config) -> System:
     """Load everything; raises ConfigError, DataError or RewardError before any work is lost."""
     task = load_task(config)
     policy = load_policy(config.model)
+    moe.check_settings(policy, config.algorithm)
+    experts = moe.choose_experts(policy)
     attention = choose_attention(policy, config.model.attention)
     policy.cast(resolve_dtype(config.model.dtype))
     facts = [
         f"model: {policy.name}, {policy.num_parameters / 1e6:.0f}M parameters, computing in "
         f"{str(policy.dtype).removeprefix('torch.')}, weights and optimizer in float32",
         attention,
+        *([experts] if experts else []),
     ]
     longest = config.task.max_prompt_tokens + config.rollout.max_tokens
     if longest > policy.context_length:

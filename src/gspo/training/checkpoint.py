@@ -12,6 +12,7 @@ A folder is written under another name, flushed to disk and renamed: under its o
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -19,16 +20,22 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
-from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 
 from gspo.errors import CheckpointError
+from gspo.metrics import Mean, Means
 from gspo.policy.load import Policy, sha256
+from gspo.rollout.collect import Collected
 from gspo.training.iteration import Iteration
 from gspo.training.optimizer import MasterOptimizer
+from gspo.training.trainer import OldScore, RowResult
+from gspo.types import Group, Prompt, Rollout, Routing
+
+T = TypeVar("T")
 
 FORMAT = 1
 OWN_FILES = ("optimizer.safetensors", "state.json", "iteration.json", "run.toml", "manifest.json")
@@ -90,7 +97,9 @@ def save_checkpoint(
         (partial / "state.json").write_text(json.dumps(asdict(state)), encoding="utf-8")
         (partial / "run.toml").write_text(config_toml, encoding="utf-8")
         if under_way is not None:
-            (partial / "iteration.json").write_text(json.dumps(asdict(under_way)), encoding="utf-8")
+            (partial / "iteration.json").write_text(
+                json.dumps(asdict(under_way), default=_array_to_json), encoding="utf-8"
+            )
 
     return write_whole(checkpoints / place.name, write, bytes_needed(optimizer))
 
@@ -110,9 +119,11 @@ def write_model(policy: Policy, optimizer: MasterOptimizer | None, folder: Path)
     config = policy.model.config
     before = config.dtype
     try:
-        config.dtype = torch.float32 if optimizer is not None else policy.dtype
         with policy.attention_implementation("sdpa"):
             policy.model.save_pretrained(folder, state_dict=state)
+            if optimizer is not None:  # save_pretrained has written the precision that the model computes in
+                config.dtype = torch.float32
+                config.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
     finally:
         config.dtype = before
@@ -231,7 +242,38 @@ def read_state(folder: Path) -> tuple[RunState, Iteration | None]:
     under_way = folder / "iteration.json"
     if not under_way.exists():
         return RunState(**data), None
-    return RunState(**data), TypeAdapter(Iteration).validate_json(under_way.read_bytes())
+    return RunState(**data), _iteration(json.loads(under_way.read_text(encoding="utf-8")))
+
+
+def _iteration(data: dict[str, Any]) -> Iteration:
+    """From what ``asdict`` and JSON made of it."""
+    groups = [
+        Group(Prompt(**group["prompt"]), [_with_routing(Rollout, rollout) for rollout in group["rollouts"]])
+        for group in data["collected"]["groups"]
+    ]
+    data["collected"] = Collected(**data["collected"] | {"groups": groups})
+    data["means"] = Means({name: Mean(**value) for name, value in data["means"]["values"].items()})
+    data["results"] = {int(row): RowResult(**result) for row, result in data["results"].items()}
+    if data["old"] is not None:
+        data["old"] = {int(row): _with_routing(OldScore, score) for row, score in data["old"].items()}
+    return Iteration(**data)
+
+
+def _with_routing(kind: Callable[..., T], data: dict[str, Any]) -> T:
+    routing = data["routing"]
+    if routing is not None:
+        routing = Routing(**{name: _array_from_json(array) for name, array in routing.items()})
+    return kind(**data | {"routing": routing})
+
+
+def _array_to_json(array: Any) -> dict[str, Any]:
+    """A numpy array; experts of long answers are too many for numbers in text."""
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "base64": data}
+
+
+def _array_from_json(data: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(data["base64"]), dtype=data["dtype"]).reshape(data["shape"])
 
 
 def load_moments(folder: Path, optimizer: MasterOptimizer) -> None:

@@ -23,7 +23,7 @@ from gspo.rollout.collect import Collected
 from gspo.sync.publish import Publisher
 from gspo.training.environment import peak_memory_bytes
 from gspo.training.observe import mismatch_metrics, rollout_metrics, rollout_record
-from gspo.training.trainer import RowResult, Trainer
+from gspo.training.trainer import OldScore, RowResult, Trainer
 from gspo.types import Group, Rollout
 
 Progress = Callable[[str, int, int], None]
@@ -33,15 +33,15 @@ Progress = Callable[[str, int, int], None]
 class Iteration:
     """An iteration under way: its rollouts, and what its updates have found so far. Plain data, so it can be saved.
 
-    ``old_source``: 'trainer' or 'engine', whose old log-probs the ratio is taken against. ``old_logprobs``: nats, by
-    rollout number, of the rollouts that updates need them for; None before they are known. ``results``: by rollout
+    ``old_source``: 'trainer' or 'engine', whose old log-probs the ratio is taken against. ``old``: by rollout
+    number, of the rollouts that updates need it for; None before it is known. ``results``: by rollout
     number, what the updates made so far saw.
     """
 
     number: int
     collected: Collected
     old_source: str = "trainer"
-    old_logprobs: dict[int, list[float]] | None = None
+    old: dict[int, OldScore] | None = None
     updates_done: int = 0
     results: dict[int, RowResult] = field(default_factory=dict)
     means: Means = field(default_factory=Means)
@@ -109,9 +109,9 @@ class _Updates:
 
     def run(self, progress: Progress) -> None:
         found = self.iteration
-        if found.old_logprobs is None:
+        if found.old is None:
             start = time.perf_counter()
-            found.old_logprobs = self._old_logprobs()
+            found.old = self._old_scores()
             found.old_seconds = time.perf_counter() - start
             if found.number == 1:
                 found.noise_floor = self._noise_floor()
@@ -122,18 +122,18 @@ class _Updates:
             found.update_seconds += time.perf_counter() - start
             found.updates_done += 1
 
-    def _old_logprobs(self) -> dict[int, list[float]]:
+    def _old_scores(self) -> dict[int, OldScore]:
         """Of the weights that sampled, by rollout number.
 
         The trainer's first update supplies its own, so that its ratio is exactly 1; the others are scored here, before
         any weight moves.
         """
         if self.iteration.old_source == "engine":
-            return {number: rollout.rollout_logprobs for number, rollout in enumerate(self.rollouts)}
-        found: dict[int, list[float]] = {}
+            return {number: OldScore(rollout.rollout_logprobs) for number, rollout in enumerate(self.rollouts)}
+        found: dict[int, OldScore] = {}
         for part in self.parts[1:]:
-            by_row = self.trainer.old_logprobs(self._pack(part))
-            found |= {part[row]: values for row, values in by_row.items()}
+            by_row = self.trainer.old_scores(self._pack(part))
+            found |= {part[row]: score for row, score in by_row.items()}
         return found
 
     def _noise_floor(self) -> float | None:
@@ -142,12 +142,12 @@ class _Updates:
             rows = [to_row(self.rollouts[n], float(self.advantages[n])) for n in part]
             most = self.config.batch.max_tokens
             shared, alone = (
-                self.trainer.old_logprobs(pack_step(rows, max_tokens=most, share_prompts=share))
+                self.trainer.old_scores(pack_step(rows, max_tokens=most, share_prompts=share))
                 for share in (True, False)
             )
             if shared:
-                gaps = [sum(shared[row]) - sum(alone[row]) for row in shared]
-                lengths = [len(shared[row]) for row in shared]
+                gaps = [sum(shared[row].logprobs) - sum(alone[row].logprobs) for row in shared]
+                lengths = [len(score.logprobs) for score in shared.values()]
                 return percentile([abs(gap) / length for gap, length in zip(gaps, lengths, strict=True)], 0.99)
         return None
 
@@ -173,7 +173,7 @@ class _Updates:
         found.norms.append(norm)
 
     def _pack(self, part: Sequence[int]) -> StepBatch:
-        old = self.iteration.old_logprobs or {}
+        old = self.iteration.old or {}
         rows = [to_row(self.rollouts[n], float(self.advantages[n]), old.get(n)) for n in part]
         return pack_step(rows, max_tokens=self.config.batch.max_tokens)
 
@@ -210,12 +210,14 @@ def split_evenly(count: int, parts: int, group_size: int) -> list[list[int]]:
     return [list(range(low, high)) for low, high in pairwise(bounds)]
 
 
-def to_row(rollout: Rollout, advantage: float, old_logprobs: Sequence[float] | None = None) -> Row:
+def to_row(rollout: Rollout, advantage: float, old: OldScore | None = None) -> Row:
     return Row(
         prompt_ids=rollout.prompt_ids,
         token_ids=rollout.token_ids,
         completion_mask=rollout.completion_mask,
         advantage=advantage,
         rollout_logprobs=rollout.rollout_logprobs,
-        old_logprobs=old_logprobs,
+        old_logprobs=old.logprobs if old else None,
+        routing=rollout.routing,
+        old_routing=old.routing if old else None,
     )

@@ -116,6 +116,7 @@ def rollout_record(group: Group, rollout: Rollout, advantage: float, result: Row
         "advantage": advantage,
         "ratio": result.ratio if result else None,
         "clipped": result.clipped if result else None,
+        "expert_change": result.expert_change if result else None,
         "finish_reason": rollout.finish_reason,
         "temperature": rollout.temperature,
         "policy_version": rollout.policy_version,

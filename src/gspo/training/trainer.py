@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,14 +11,17 @@ from torch import Tensor
 from gspo.algorithm.batch import PackedBatch, StepBatch, split_by_sequence
 from gspo.algorithm.correction import Correction, mismatch_correction
 from gspo.algorithm.kl import kl_penalty
-from gspo.algorithm.logprobs import TokenLogprobs
 from gspo.algorithm.objectives import OBJECTIVES, ObjectiveOutput
+from gspo.algorithm.routing import expert_change, expert_counts, router_balance_loss
 from gspo.algorithm.segments import segment_ids, segment_mean
 from gspo.config import Config
+from gspo.errors import ConfigError
 from gspo.metrics import Means
-from gspo.policy.forward import score
+from gspo.policy import moe
+from gspo.policy.forward import Scored, score
 from gspo.policy.load import Policy
 from gspo.training.optimizer import MasterOptimizer
+from gspo.types import Routing
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class RowResult:
 
     ``engine_gap``: mean over its sampled tokens of trainer - engine log-probs, both of the weights that sampled; None
     where the trainer did not score those. ``weight``: the mean correction factor, 1 without a correction.
+    ``expert_change``: share of experts that changed since the old pass, by layer; None for a dense model.
     """
 
     ratio: float
@@ -34,6 +39,15 @@ class RowResult:
     logprobs: list[float]
     engine_gap: float | None = None
     weight: float = 1.0
+    expert_change: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class OldScore:
+    """What the weights that sampled say of one row: log-probs [L] in nats, and the experts of a mixture."""
+
+    logprobs: list[float]
+    routing: Routing | None = None
 
 
 class Trainer:
@@ -41,24 +55,51 @@ class Trainer:
 
     def __init__(self, policy: Policy, config: Config, reference: Policy | None = None) -> None:
         self.policy, self.config, self.reference = policy, config, reference
+        moe.check_settings(policy, config.algorithm)
         self.optimizer = MasterOptimizer(policy.model, config.optimizer, config.total_updates)
 
-    def score(self, batch: PackedBatch, *, policy: Policy | None = None, entropy: bool = True) -> TokenLogprobs:
+    def score(
+        self, batch: PackedBatch, *, policy: Policy | None = None, entropy: bool = True, router_logits: bool = False
+    ) -> Scored:
+        """``policy``: another one than the trained; its routers choose for themselves."""
         return score(
             policy or self.policy,
             batch,
             temperature=self.config.rollout.temperature,
             vocab_chunk=self.config.batch.vocab_chunk,
             entropy=entropy,
+            replay=self._replayed(batch) if policy is None else None,
+            router_logits=router_logits,
         )
 
+    def _replayed(self, batch: PackedBatch) -> Tensor | None:
+        """The experts to force on a pass. The first update has no old experts: its own choice is the old one."""
+        replay = self.config.algorithm.routing_replay
+        if replay == "rollout" and batch.rollout_experts is None:
+            raise ConfigError(
+                "algorithm.routing_replay = 'rollout' needs an engine that reports which experts it used, and these "
+                "rollouts have none. Use 'old', or engine.kind = 'native'."
+            )
+        return {"none": None, "old": batch.old_experts, "rollout": batch.rollout_experts}[replay]
+
     @torch.no_grad()
-    def old_logprobs(self, step: StepBatch) -> dict[int, list[float]]:
-        """By row number, the present weights' log-probs (nats) in the very passes that the update will make."""
-        found: dict[int, list[float]] = {}
-        for batch in step.batches:
-            scored = split_by_sequence(self.score(batch, entropy=False).logprobs, batch.cu_seqlens)
-            found |= {row: values.tolist() for row, values in zip(batch.rows, scored, strict=True)}
+    def with_old_logprobs(self, step: StepBatch) -> StepBatch:
+        """Score an update's passes with the present weights, in the very passes the update will make."""
+        scored = [(batch, self.score(batch, entropy=False)) for batch in step.batches]
+        batches = (replace(batch, old_logprobs=old.logprobs, old_experts=old.experts) for batch, old in scored)
+        return replace(step, batches=tuple(batches))
+
+    def old_scores(self, step: StepBatch) -> dict[int, OldScore]:
+        """The same by row number, as plain data that can be saved and packed again."""
+        found: dict[int, OldScore] = {}
+        for batch in self.with_old_logprobs(step).batches:
+            assert batch.old_logprobs is not None
+            logprobs = split_by_sequence(batch.old_logprobs, batch.cu_seqlens)
+            routings = _routings(batch)
+            found |= {
+                row: OldScore(values.tolist(), routing)
+                for row, values, routing in zip(batch.rows, logprobs, routings, strict=True)
+            }
         return found
 
     def forward_backward(
@@ -71,8 +112,9 @@ class Trainer:
         """
         results: dict[int, RowResult] = {}
         total = 0.0
+        balance = _Balance(self, step, means) if self.config.algorithm.router_aux_weight > 0 else None
         for batch in step.batches:
-            scored = self.score(batch)
+            scored = self.score(batch, router_logits=balance is not None)
             now = scored.logprobs.detach()
             old = now if batch.old_logprobs is None else batch.old_logprobs
             # the trainer's log-probs of the weights that sampled, where it has them
@@ -82,11 +124,14 @@ class Trainer:
             loss = output.loss
             if self.reference is not None:
                 loss = loss + self.config.algorithm.kl_weight * self._kl(scored.logprobs, old, batch, step, means)
+            if balance is not None:
+                loss = loss + self.config.algorithm.router_aux_weight * balance.loss(batch, scored)
             loss.backward()
             total += float(loss.detach())
             _observe(means, batch, scored, old, output)
             _observe_mismatch(means, batch, sampled, correction)
-            results |= _row_results(batch, now, old, sampled, output, correction)
+            changes = _observe_experts(means, batch, scored)
+            results |= _row_results(batch, now, old, sampled, output, correction, changes)
         return total, results
 
     def optim_step(self) -> tuple[float, bool]:
@@ -151,7 +196,7 @@ class Trainer:
 
 
 @torch.no_grad()
-def _observe(means: Means, batch: PackedBatch, scored: TokenLogprobs, old: Tensor, output: ObjectiveOutput) -> None:
+def _observe(means: Means, batch: PackedBatch, scored: Scored, old: Tensor, output: ObjectiveOutput) -> None:
     """Numbers of one pass, each weighted by what it counts."""
     mask = batch.completion_mask
     tokens = int(mask.sum())
@@ -192,6 +237,7 @@ def _row_results(
     sampled: Tensor | None,
     output: ObjectiveOutput,
     correction: Correction | None,
+    changes: list[list[float]] | None,
 ) -> dict[int, RowResult]:
     gaps: list[float | None] = [None] * batch.num_sequences
     if sampled is not None:
@@ -204,10 +250,74 @@ def _row_results(
             by_row = segment_mean(by_row, batch.completion_mask, batch.cu_seqlens)
         weights = by_row.tolist()
     new_rows, old_rows = (split_by_sequence(values, batch.cu_seqlens) for values in (logprobs, old))
+    by_layer: Sequence[list[float] | None] = changes if changes is not None else [None] * batch.num_sequences
     columns = zip(
-        batch.rows, output.ratio.tolist(), output.clipped.tolist(), old_rows, new_rows, gaps, weights, strict=True
+        output.ratio.tolist(), output.clipped.tolist(), old_rows, new_rows, gaps, weights, by_layer, strict=True
     )
     return {
-        row: RowResult(ratio, clipped, before.tolist(), now.tolist(), gap, weight)
-        for row, ratio, clipped, before, now, gap, weight in columns
+        row: RowResult(ratio, clipped, before.tolist(), now.tolist(), gap, weight, change)
+        for row, (ratio, clipped, before, now, gap, weight, change) in zip(batch.rows, columns, strict=True)
     }
+
+
+@torch.no_grad()
+def _observe_experts(means: Means, batch: PackedBatch, scored: Scored) -> list[list[float]] | None:
+    """Mean expert change of each sequence, by layer; None for a dense model.
+
+    Counted where the policy's completion tokens are predicted, between what the routers chose, replayed or not: at the
+    weights that sampled and now. The first update's own pass is its old one, so its change is 0.
+    """
+    if scored.experts is None:
+        return None
+    index, mask = batch.predict_index, batch.completion_mask
+    now = scored.experts[index]
+    old = now if batch.old_experts is None else batch.old_experts[index]
+    change = torch.where(mask[:, None].to(now.device), expert_change(now, old), torch.nan)
+    tokens = int(mask.sum())
+    means.add("moe/expert_change", float(change.nanmean()), tokens)
+    if batch.rollout_experts is not None:
+        differ = expert_change(old, batch.rollout_experts[index])
+        means.add("mismatch/experts", float(differ[mask].mean()), tokens)
+    rows = split_by_sequence(change, batch.cu_seqlens)
+    return [[round(value, 4) for value in row.nanmean(0).tolist()] for row in rows]
+
+
+def _routings(batch: PackedBatch) -> list[Routing | None]:
+    """The experts of ``old_experts`` by sequence."""
+    if batch.old_experts is None:
+        return [None] * batch.num_sequences
+    experts = batch.old_experts.cpu().numpy()
+    prompts = [experts[slice(*group.prompt)] for group in batch.layout.groups for _ in group.completions]
+    index = split_by_sequence(batch.predict_index, batch.cu_seqlens)
+    return [Routing(prompt, experts[rows.numpy()]) for prompt, rows in zip(prompts, index, strict=True)]
+
+
+class _Balance:
+    """The routers' load-balancing loss of one update, in parts that its passes add up.
+
+    How often an expert is chosen counts over the whole update, so an update of several passes is first looked at
+    without gradient. Counted are the positions that predict the policy's completion tokens: each once, whatever shares
+    a prompt; there is no padding. Routers' own choice, replayed or not: it is what the next rollout will use.
+    """
+
+    def __init__(self, trainer: Trainer, step: StepBatch, means: Means) -> None:
+        self.num_experts, self.means = trainer.policy.routers[0].num_experts, means
+        self.positions = sum(int(batch.completion_mask.sum()) for batch in step.batches)
+        self.counts: Tensor | None = None
+        if len(step.batches) > 1:
+            with torch.no_grad():
+                scored = ((batch, trainer.score(batch, entropy=False)) for batch in step.batches)
+                self.counts = torch.stack([self._count(batch, found) for batch, found in scored]).sum(0)
+
+    def _count(self, batch: PackedBatch, scored: Scored) -> Tensor:
+        assert scored.experts is not None
+        return expert_counts(scored.experts[batch.predict_index[batch.completion_mask]], self.num_experts)
+
+    def loss(self, batch: PackedBatch, scored: Scored) -> Tensor:
+        """The part of one pass, with gradient."""
+        counts = self._count(batch, scored) if self.counts is None else self.counts
+        logits = [layer[batch.completion_mask] for layer in scored.router_logits]
+        part = router_balance_loss(logits, counts, self.positions)
+        share = int(batch.completion_mask.sum()) / self.positions
+        self.means.add("moe/router_aux", float(part.detach()) / share, int(batch.completion_mask.sum()))
+        return part

@@ -30,6 +30,7 @@ WORDS_AND_VALUE: dict[str, tuple[str, object]] = {
     "algorithm.old_logprobs": ("auto", "auto"),
     "algorithm.correction": ("mask_token", "mask_token"),
     "algorithm.correction_cap": ("7", 7.0),
+    "algorithm.routing_replay": ("old", "old"),
     "optimizer.schedule": ("cosine", "cosine"),
     "optimizer.betas": ("0.5 0.75", (0.5, 0.75)),
     "batch.max_tokens": ("8192", 8192),

@@ -129,8 +129,11 @@ def test_old_logprobs_stay_those_of_the_weights_that_sampled(tiny_policy: Policy
     made = Config().with_values({"optimizer.learning_rate": 1e-2})
     trainer = Trainer(tiny_policy, made)
     first = pack_step(rows(drift=None), max_tokens=4096)
-    old = trainer.old_logprobs(first)
-    known = [replace(row, old_logprobs=old.get(number)) for number, row in enumerate(rows(drift=None))]
+    old = trainer.old_scores(first)
+    known = [
+        replace(row, old_logprobs=old[number].logprobs if number in old else None)
+        for number, row in enumerate(rows(drift=None))
+    ]
     second = pack_step(known, max_tokens=4096)
     by_hand = score_plain(tiny_policy, first.batches[0]).logprobs.detach()
     trainer.forward_backward(first, Means())

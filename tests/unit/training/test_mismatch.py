@@ -18,7 +18,7 @@ from gspo.tasks import RewardSuite
 from gspo.training.callbacks import Callback
 from gspo.training.iteration import Iteration, IterationResult, run_iteration
 from gspo.training.loop import train
-from gspo.training.trainer import Trainer
+from gspo.training.trainer import OldScore, Trainer
 
 TINY = {
     "model.path": "builtin:tiny", "model.dtype": "float32", "task.prompts": "builtin:vowels",
@@ -85,15 +85,15 @@ def test_what_is_measured_follows_from_the_recorded_logprobs() -> None:
 def test_the_noise_floor_is_measured_once_and_small_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     done, passes = one_iteration(1)
     assert done.metrics["noise/floor"] < 1e-5 and len(passes) > 7
-    honest, calls = Trainer.old_logprobs, []
+    honest, calls = Trainer.old_scores, []
 
-    def noisy(self: Trainer, step: StepBatch) -> dict[int, list[float]]:
+    def noisy(self: Trainer, step: StepBatch) -> dict[int, OldScore]:
         """The second pass of the measurement is off by 0.01 nat at every token."""
         calls.append(step)
         off = 0.01 if len(calls) == 5 else 0.0
-        return {row: [value + off for value in values] for row, values in honest(self, step).items()}
+        return {row: OldScore([x + off for x in score.logprobs]) for row, score in honest(self, step).items()}
 
-    monkeypatch.setattr(Trainer, "old_logprobs", noisy)
+    monkeypatch.setattr(Trainer, "old_scores", noisy)
     assert one_iteration(1)[0].metrics["noise/floor"] == pytest.approx(0.01, rel=1e-3)
     assert len(calls) == 5
     monkeypatch.undo()

@@ -78,6 +78,8 @@ ELSEWHERE = {
     "algorithm.old_logprobs": "tests/unit/training/test_mismatch.py",
     "algorithm.correction": "tests/unit/training/test_mismatch.py",
     "algorithm.correction_cap": "tests/unit/training/test_mismatch.py",
+    "algorithm.routing_replay": "tests/unit/training/test_experts.py",
+    "algorithm.router_aux_weight": "tests/unit/training/test_experts.py",
     "engine.max_batch": "tests/unit/engines/test_native.py",
     "batch.max_tokens": "tests/unit/training/test_work.py",
     "batch.vocab_chunk": "tests/unit/training/test_gradient.py",

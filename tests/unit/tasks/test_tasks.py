@@ -14,7 +14,7 @@ from gspo.config import Config
 from gspo.errors import DataError, RewardError
 from gspo.tasks import RewardSuite, load_task
 from gspo.tasks.builtin import BUILTIN, BuiltinSource, heldout_prompts, is_heldout
-from gspo.tasks.jsonl import ListSource, prompt_key, split_heldout
+from gspo.tasks.lists import ListSource, prompt_key, split_heldout
 from gspo.types import Prompt
 
 

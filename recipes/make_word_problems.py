@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PATH = Path(__file__).with_name("word_problems.jsonl")
-NAMES = "Ada Ben Chen Dina Emil Fatima Goran Hana Ivan Jia Kofi Lena Marco Nia Omar Priya Rosa Sven Tara Yusuf".split()
-THINGS = "apples books coins eggs marbles pencils pears shells stamps stickers".split()
+NAMES = (
+    "Ada", "Ben", "Chen", "Dina", "Emil", "Fatima", "Goran", "Hana", "Ivan", "Jia",
+    "Kofi", "Lena", "Marco", "Nia", "Omar", "Priya", "Rosa", "Sven", "Tara", "Yusuf",
+)  # fmt: skip
+THINGS = ("apples", "books", "coins", "eggs", "marbles", "pencils", "pears", "shells", "stamps", "stickers")
 
 
 def one_step(rng: random.Random) -> list[tuple[str, int]]:
@@ -54,11 +57,11 @@ def two_steps(rng: random.Random) -> list[tuple[str, int]]:
         (f"There are {a + b} people in a bus. {b} get off and {few} get on. How many are in it then?", a + few),
         (f"A book has {total + b} pages. {name} reads {many} pages a day for {few} days. How many are left?", b),
         (
-            f"A pen costs {few} dollars and a notebook {many} dollars. What do 2 pens and 3 notebooks cost, in dollars?",
+            f"A pen costs {few} dollars and a notebook {many} dollars. What do 2 pens and 3 notebooks cost?",
             2 * few + 3 * many,
         ),
         (
-            f"{few} children share {total} {things} equally, and each child eats 2. How many does each child have left?",
+            f"{few} children share {total} {things} equally, and each child eats 2. How many does each have left?",
             many - 2,
         ),
     ]

@@ -40,6 +40,8 @@ def test_an_example_loads(files: None, number: int) -> None:
     if config.task.prompts.startswith("hf:openai/"):  # on the hub, which tests do not reach
         assert config.task.prompt_column == "question" and config.eval.prompts
         return
+    if config.task.prompts.startswith("reasoning-gym:"):
+        pytest.importorskip("reasoning_gym")
     task = load_task(config)
     assert task.heldout and task.train.take(1)[0].columns["answer"]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -19,7 +20,13 @@ from gspo.types import Prompt
 CHUNK = 500
 """Problems made from one seed; some tasks lay out a whole chunk at once."""
 
-MAX_SKIPS = 10_000
+ENTRIES_KEPT = 2048
+"""Problems kept as the library made them; others are made again when an answer is scored."""
+
+MANY = 0.9
+"""Share of distinct problems among those drawn from which a task counts as having enough of them."""
+
+MAX_SKIPS = 1000
 """Held-out problems that may be drawn in a row before it is an error."""
 
 _NEXT_SETTING = re.compile(r",(?=\s*\w+\s*=)")
@@ -40,41 +47,40 @@ class GymTask:
             raise ConfigError(f"reasoning-gym has no task {self.name!r}; there is: {', '.join(near)}.")
         self.settings = dict(self._setting(text) for text in settings)
         self._chunks: dict[str, Any] = {}
-        self._scorer = self._dataset("scorer/0")
+        self._scorer = self._dataset("scorer")
+        self.entry = functools.lru_cache(ENTRIES_KEPT)(self._entry)
 
     def prompt(self, side: str, seed: int, number: int) -> Prompt:
-        """Problem ``number`` of a side ('train' or 'heldout') and a seed; depends on nothing else."""
-        chunk, place = divmod(number, CHUNK)
-        entry = self._dataset(f"{side}/{seed}/{chunk}")[place]
-        where = f"{self.spec}, problem {number}"
-        columns = {key: plain(entry[key], where, key) for key in ("answer", "metadata")}
-        return Prompt(f"{self.name}/{side}/{seed}/{number}", entry["question"], columns)
+        """Problem ``number`` of a side ('train' or 'heldout') and a seed; depends on nothing else.
+
+        Its columns are the library's ``answer`` and ``metadata`` in plain values, and ``problem``, which names it.
+        """
+        entry, name = self.entry(side, seed, number), f"{self.spec}/{side}/{seed}/{number}"
+        columns = {key: plain(entry[key], name, key) for key in ("answer", "metadata")}
+        return Prompt(name, entry["question"], columns | {"problem": name})
 
     def heldout(self, count: int) -> tuple[Prompt, ...]:
-        """At most ``count`` problems, the same for every run; fewer when the task has fewer than ten times as many."""
-        drawn = [self.prompt("heldout", 0, number) for number in range(HELDOUT_SHARE * count)]
-        return split_heldout(drawn, count, self.spec)[1]
+        """At most ``count`` distinct problems, the same for every run; a tenth of those there are when they repeat."""
+        drawn = [self.prompt("heldout", 0, number) for number in range(count)]
+        distinct = {prompt_key(prompt): prompt for prompt in drawn}
+        if len(distinct) < MANY * count:  # there are few problems, and training needs most of them
+            drawn += [self.prompt("heldout", 0, number) for number in range(count, HELDOUT_SHARE * count)]
+            return split_heldout(drawn, count, self.spec)[1]
+        return tuple(distinct.values())
 
-    def score(
-        self, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], metadata: Sequence[Any]
-    ) -> list[float]:
-        """The task's own score of each answer, 1.0 for a fully right one. One that the scorer cannot parse gets 0."""
-        entries = (
-            {"question": question, "answer": gold, "metadata": data}
-            for question, gold, data in zip(prompts, answer, metadata, strict=True)
-        )
-        return [
-            self._score(answer_of(text, entry["answer"]), entry)
-            for text, entry in zip(completions, entries, strict=True)
-        ]
-
-    def _score(self, answer: str, entry: Mapping[str, Any]) -> float:
-        source = entry["metadata"].get("source_dataset", self.name)
-        scorer = self._scorer.score_answer if source == self.name else self._factory.get_score_answer_fn(source)
+    def score(self, side: str, seed: int, number: int, completion: str) -> float:
+        """The task's score of an answer, 1.0 for a fully right one. What the scorer cannot parse scores 0."""
+        entry = self.entry(side, seed, number)
         try:
-            return float(scorer(answer, entry))
+            return float(self._scorer.score_answer(answer_of(completion, entry["answer"]), entry))
         except Exception:  # scorers parse what the model wrote, and not all expect just anything
             return 0.0
+
+    def _entry(self, side: str, seed: int, number: int) -> dict[str, Any]:
+        """What the library made: scorers need it as it is, since some compare tuples with tuples."""
+        chunk, place = divmod(number, CHUNK)
+        entry: dict[str, Any] = self._dataset(f"{side}/{seed}/{chunk}")[place]
+        return entry
 
     def _dataset(self, place: str) -> Any:
         """The library's data set for a chunk; the newest few are kept."""
@@ -88,7 +94,7 @@ class GymTask:
         return self._chunks[place]
 
     def _setting(self, text: str) -> tuple[str, Any]:
-        key, equals, value = (part.strip() for part in text.partition("="))
+        key, _, value = (part.strip() for part in text.partition("="))
         known = [item.name for item in fields(self._factory.DATASETS[self.name][1])]
         known = [name for name in known if name not in ("seed", "size")]
         if key in ("seed", "size"):
@@ -104,7 +110,7 @@ class GymSource:
 
     def __init__(self, task: GymTask, seed: int, skip: Collection[str] = ()) -> None:
         self.task, self.seed, self.skip, self.position = task, seed, frozenset(skip), 0
-        first = [task.prompt("train", seed, number) for number in range(16)]  # changes with the library's version
+        first = [task.prompt("train", seed, number) for number in range(4)]  # changes with the library's version
         self.fingerprint = fingerprint(first, task.spec, seed, sorted(self.skip))
 
     def take(self, count: int) -> list[Prompt]:
@@ -125,6 +131,22 @@ class GymSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
+
+
+def score(completions: Sequence[str], problem: Sequence[str]) -> list[float]:
+    """The reward that comes with the problems: each is scored by its own task."""
+    return [_score(text, name) for text, name in zip(completions, problem, strict=True)]
+
+
+def _score(completion: str, problem: str) -> float:
+    spec, side, seed, number = problem.rsplit("/", 3)
+    return gym_task(spec).score(side, int(seed), int(number), completion)
+
+
+@functools.lru_cache(8)
+def gym_task(spec: str) -> GymTask:
+    """The task, made once."""
+    return GymTask(spec)
 
 
 def answer_of(completion: str, gold: Any) -> str:

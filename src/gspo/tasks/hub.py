@@ -38,7 +38,7 @@ def read_parquet(path: Path, prompt_column: str = "prompt") -> list[Prompt]:
 def read_dataset(
     spec: str, prompt_column: str = "prompt", *, streaming: bool = False, most: int | None = None
 ) -> list[Prompt]:
-    """Rows of ``hf:NAME[:split]``, all or the first ``most``. Raises DataError when one cannot be found or is no prompt."""
+    """Rows of ``hf:NAME[:split]``, all or the first ``most``. Raises DataError for what is not there or no prompt."""
     rows = _read(open_dataset(spec, streaming=streaming), spec)
     return prompts_from_rows(islice(rows, most), spec, prompt_column)
 
@@ -194,7 +194,7 @@ def _library(name: str, what: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"{what} needs the library {name.partition('.')[0]!r}, which is not installed. Run: pip install 'gspo[data]'"
+            f"{what} needs {name.partition('.')[0]!r}, which is not installed. Run: pip install 'gspo[data]'"
         ) from error
 
 

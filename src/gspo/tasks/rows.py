@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import difflib
+import fractions
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -83,11 +84,12 @@ def _no_prompt(row: Mapping[str, Any], where: str, prompt_column: str) -> str:
 
 
 def plain(value: Any, where: str, column: str) -> Any:
-    """The value in JSON's types: arrays and tuples become lists, dates ISO text, decimals text, durations seconds.
+    """The value in JSON's types: arrays and tuples become lists, dates ISO text, decimals and
+    fractions text, durations seconds.
 
     Raises DataError for what has no such form (bytes, images, objects).
     """
-    if value is None or isinstance(value, (str, bool, int, float)) and type(value).__module__ == "builtins":
+    if value is None or (isinstance(value, (str, bool, int, float)) and type(value).__module__ == "builtins"):
         return value
     if isinstance(value, Mapping):
         return {str(key): plain(item, where, column) for key, item in value.items()}
@@ -97,7 +99,7 @@ def plain(value: Any, where: str, column: str) -> Any:
         return value.isoformat()
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
-    if isinstance(value, decimal.Decimal):
+    if isinstance(value, (decimal.Decimal, fractions.Fraction)):
         return str(value)
     if type(value).__module__ == "numpy":  # arrays and scalars; numpy itself is not needed here
         return plain(value.tolist(), where, column)

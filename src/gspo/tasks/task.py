@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from gspo.config import Config
 from gspo.errors import ConfigError
 from gspo.tasks.builtin import BUILTIN, BuiltinSource, builtin, heldout_prompts
-from gspo.tasks.gym import GymSource, GymTask
+from gspo.tasks.gym import GymSource, gym_task, score
 from gspo.tasks.hub import StreamSource, open_dataset, read_dataset, read_parquet
 from gspo.tasks.jsonl import read_jsonl
 from gspo.tasks.lists import HELDOUT_SHARE, ListSource, prompt_key, split_heldout
@@ -84,10 +84,10 @@ def _open_builtin(config: Config, given: tuple[Prompt, ...] | None) -> Opened:
 
 
 def _open_gym(config: Config, given: tuple[Prompt, ...] | None) -> Opened:
-    task = GymTask(config.task.prompts)
+    task = gym_task(config.task.prompts)
     heldout = task.heldout(config.eval.num_prompts) if given is None else given
     source = GymSource(task, config.run.seed, [prompt_key(prompt) for prompt in heldout])
-    return source, heldout, RewardSuite([task.score], [1.0])
+    return source, heldout, RewardSuite([score], [1.0])
 
 
 def _open_stream(config: Config, given: tuple[Prompt, ...] | None) -> Opened:
@@ -129,7 +129,7 @@ def _heldout(config: Config) -> tuple[Prompt, ...]:
     if spec.startswith("builtin:"):
         return heldout_prompts(builtin(spec.removeprefix("builtin:")), most)
     if spec.startswith("reasoning-gym:"):
-        return GymTask(spec).heldout(most)
+        return gym_task(spec).heldout(most)
     if spec.startswith("hf:") and config.task.streaming:
         return tuple(read_dataset(spec, config.task.prompt_column, streaming=True, most=most))
     return tuple(_read(spec, "eval.prompts", config)[:most])

@@ -250,7 +250,7 @@ def test_a_stream_that_breaks_says_where(tmp_path: Path) -> None:
         yield {"prompt": "a"}
         raise OSError("connection reset\nby peer")
 
-    with pytest.raises(DataError, match="hf:x cannot be read on: connection reset.$"):
+    with pytest.raises(DataError, match=r"hf:x cannot be read on: connection reset\.$"):
         StreamSource(datasets.IterableDataset.from_generator(rows), "hf:x", 0, True, "prompt")
     unnamed = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": ""}]).to_iterable_dataset()
     with pytest.raises(DataError, match="hf:x, row 2: 'prompt' must be text"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import fractions
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -51,6 +52,7 @@ def test_values_become_plain_and_plain_ones_stay() -> None:
         "time": datetime.time(9, 15),
         "lapse": datetime.timedelta(minutes=1.5),
         "money": decimal.Decimal("0.10"),
+        "part": fractions.Fraction(1, 3),
         "day": np.datetime64("2024-05-01"),
         "keys": {1: "one"},
     }
@@ -67,6 +69,7 @@ def test_values_become_plain_and_plain_ones_stay() -> None:
         "time": "09:15:00",
         "lapse": 90.0,
         "money": "0.10",
+        "part": "1/3",
         "day": "2024-05-01",
         "keys": {"1": "one"},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -105,7 +106,7 @@ def test_the_order_is_the_same_in_another_process() -> None:
             capture_output=True,
             text=True,
             cwd=root,
-            env={"PYTHONHASHSEED": str(n)},
+            env=os.environ | {"PYTHONHASHSEED": str(n)},
             check=True,
         ).stdout
         for n in (1, 2)

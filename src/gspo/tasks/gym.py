@@ -79,7 +79,11 @@ class GymTask:
     def _entry(self, side: str, seed: int, number: int) -> dict[str, Any]:
         """What the library made: scorers need it as it is, since some compare tuples with tuples."""
         chunk, place = divmod(number, CHUNK)
-        entry: dict[str, Any] = self._dataset(f"{side}/{seed}/{chunk}")[place]
+        dataset = self._dataset(f"{side}/{seed}/{chunk}")
+        try:
+            entry: dict[str, Any] = dataset[place]
+        except Exception as error:  # some settings leave a task without a problem to make
+            raise DataError(f"{self.spec}: the task cannot make problem {number}: {error}.") from error
         return entry
 
     def _dataset(self, place: str) -> Any:

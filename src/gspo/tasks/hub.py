@@ -24,9 +24,9 @@ _BETWEEN_PARTS = re.compile(r":(?![^\[]*\])")
 
 
 def read_parquet(path: Path, prompt_column: str = "prompt") -> list[Prompt]:
-    """Rows of a file. Raises DataError with file and row."""
+    """Rows of a file (or a folder of parts). Raises DataError with file and row."""
     parquet = _library("pyarrow.parquet", str(path))
-    if not path.is_file():
+    if not path.exists():
         raise DataError(f"The prompt file {path} does not exist.")
     try:
         rows = parquet.read_table(path).to_pylist()

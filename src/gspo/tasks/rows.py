@@ -101,7 +101,9 @@ def plain(value: Any, where: str, column: str) -> Any:
         return value.total_seconds()
     if isinstance(value, (decimal.Decimal, fractions.Fraction)):
         return str(value)
-    if type(value).__module__ == "numpy":  # arrays and scalars; numpy itself is not needed here
+    if hasattr(value, "tolist"):  # numpy's and torch's arrays and scalars
+        if str(value.dtype).endswith("[ns]"):  # finer than Python's dates, so it would become a number
+            value = value.astype(str(value.dtype).replace("[ns]", "[us]"))
         return plain(value.tolist(), where, column)
     raise DataError(
         f"{where}: the column {column!r} holds a {type(value).__name__}, which is neither text, a number, a date nor "

@@ -39,7 +39,7 @@ class PromptSource(Protocol):
 
 @dataclass
 class Task:
-    """``heldout`` shares no prompt with ``train``."""
+    """``heldout`` shares no prompt with ``train``, unless ``eval.prompts`` names files or data sets that do."""
 
     name: str
     train: PromptSource
@@ -49,6 +49,8 @@ class Task:
 
 Opened = tuple[PromptSource, tuple[Prompt, ...], RewardSuite | None]
 """Prompts to train on, held-out prompts, and the rewards that come with them (None: none do)."""
+Given = tuple[Prompt, ...] | None
+"""Held-out prompts from ``eval.prompts``; None when it is not set."""
 
 
 def load_task(config: Config) -> Task:
@@ -77,20 +79,20 @@ def _check_order(config: Config) -> None:
         raise ConfigError(f"task.shuffle = false is for files and data sets: {spec!r} has no order to keep. Remove it.")
 
 
-def _open_builtin(config: Config, given: tuple[Prompt, ...] | None) -> Opened:
+def _open_builtin(config: Config, given: Given) -> Opened:
     own = builtin(config.task.prompts.removeprefix("builtin:"))
     heldout = heldout_prompts(own, config.eval.num_prompts) if given is None else given
     return BuiltinSource(own, config.run.seed), heldout, RewardSuite(own.rewards, own.weights)
 
 
-def _open_gym(config: Config, given: tuple[Prompt, ...] | None) -> Opened:
+def _open_gym(config: Config, given: Given) -> Opened:
     task = gym_task(config.task.prompts)
     heldout = task.heldout(config.eval.num_prompts) if given is None else given
     source = GymSource(task, config.run.seed, [prompt_key(prompt) for prompt in heldout])
     return source, heldout, RewardSuite([score], [1.0])
 
 
-def _open_stream(config: Config, given: tuple[Prompt, ...] | None) -> Opened:
+def _open_stream(config: Config, given: Given) -> Opened:
     """The held-out prompts come from the first rows, ten for each one wanted."""
     task, spec = config.task, config.task.prompts
     heldout, skip = given or (), []
@@ -103,21 +105,21 @@ def _open_stream(config: Config, given: tuple[Prompt, ...] | None) -> Opened:
     return StreamSource(rows, spec, config.run.seed, task.shuffle, task.prompt_column, skip), heldout, None
 
 
-def _open_rows(config: Config, given: tuple[Prompt, ...] | None) -> Opened:
+def _open_rows(config: Config, given: Given) -> Opened:
     prompts, heldout = _read(config.task.prompts, "task.prompts", config), given or ()
     if given is None and config.eval.every:
         prompts, heldout = split_heldout(prompts, config.eval.num_prompts, config.task.prompts)
     return ListSource(prompts, config.run.seed, config.task.shuffle), heldout, None
 
 
-def _opener(config: Config) -> Callable[[Config, tuple[Prompt, ...] | None], Opened]:
+def _opener(config: Config) -> Callable[[Config, Given], Opened]:
     for start, opener in _OPEN.items():
         if config.task.prompts.startswith(start):
             return opener
     return _open_stream if config.task.streaming else _open_rows
 
 
-_OPEN: Mapping[str, Callable[[Config, tuple[Prompt, ...] | None], Opened]] = {
+_OPEN: Mapping[str, Callable[[Config, Given], Opened]] = {
     "builtin:": _open_builtin,
     "reasoning-gym:": _open_gym,
 }
@@ -137,12 +139,12 @@ def _heldout(config: Config) -> tuple[Prompt, ...]:
 
 def _read(spec: str, key: str, config: Config) -> list[Prompt]:
     column = config.task.prompt_column
-    if spec.endswith((".jsonl", ".json")) and not spec.startswith("hf:"):
-        return read_jsonl(Path(spec).expanduser(), column)
-    if spec.endswith(".parquet") and not spec.startswith("hf:"):
-        return read_parquet(Path(spec).expanduser(), column)
     if spec.startswith("hf:"):
         return read_dataset(spec, column)
+    if spec.endswith((".jsonl", ".json")):
+        return read_jsonl(Path(spec).expanduser(), column)
+    if spec.endswith(".parquet"):
+        return read_parquet(Path(spec).expanduser(), column)
     raise ConfigError(
         f"{key} = {spec!r} is not a source of prompts. Give a .jsonl file (one JSON object a line, with a 'prompt'), a "
         f".parquet file, hf:NAME[:SPLIT], reasoning-gym:TASK, or one of: {', '.join('builtin:' + n for n in BUILTIN)}."

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from gspo.config import Config
-from gspo.errors import ConfigError, DataError
+from gspo.errors import ConfigError, DataError, GspoError
 from gspo.tasks import Task, load_task
 from gspo.types import Prompt
 
@@ -168,6 +168,11 @@ def test_a_wrong_task_or_setting_is_one_sentence(spec: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(spec)
     assert BAD[spec] in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_problem_that_cannot_be_made_is_one_sentence() -> None:
+    with pytest.raises(GspoError, match=r"reasoning-gym:spell_backward,.*: the task cannot make problem 0: "):
+        load("reasoning-gym:spell_backward,min_word_len=60,max_word_len=61")
 
 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from gspo.errors import DataError
 from gspo.tasks import prompts_from_rows
@@ -54,6 +55,8 @@ def test_values_become_plain_and_plain_ones_stay() -> None:
         "money": decimal.Decimal("0.10"),
         "part": fractions.Fraction(1, 3),
         "day": np.datetime64("2024-05-01"),
+        "fine": np.array(["2024-05-01T12:30:00.5", "NaT"], dtype="datetime64[ns]"),
+        "tensor": torch.tensor([1, 2]),
         "keys": {1: "one"},
     }
     expected = {
@@ -71,6 +74,8 @@ def test_values_become_plain_and_plain_ones_stay() -> None:
         "money": "0.10",
         "part": "1/3",
         "day": "2024-05-01",
+        "fine": ["2024-05-01T12:30:00.500000", None],
+        "tensor": [1, 2],
         "keys": {"1": "one"},
     }
     (prompt,) = prompts_from_rows([{"prompt": np.str_("q")} | same | odd], "rows")

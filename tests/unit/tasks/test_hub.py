@@ -38,11 +38,19 @@ def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def folder_of_files(tmp_path: Path) -> str:
-    """Three Parquet files, 50 rows, as a streaming data set finds them."""
+def folder_of_files(tmp_path: Path, kind: str = "parquet") -> str:
+    """50 rows in three files, as a streaming data set finds them, or as ``save_to_disk`` writes them."""
+    folder = tmp_path / "files"
+    if kind == "saved":
+        datasets.Dataset.from_list(NUMBERS).save_to_disk(folder, num_shards=3)
+        return f"hf:{folder}"
     for part in range(3):
-        parquet(tmp_path / "files" / f"train-{part}.parquet", NUMBERS[part * 20 : part * 20 + 20])
-    return f"hf:{tmp_path}/files"
+        rows = NUMBERS[part * 20 : part * 20 + 20]
+        path = parquet(folder / f"train-{part}.parquet", rows)
+        if kind == "jsonl":
+            path.unlink()
+            path.with_suffix(".jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return f"hf:{folder}"
 
 
 def contents(prompts: Any) -> list[Any]:
@@ -124,11 +132,13 @@ def test_a_test_split_is_used_only_when_it_is_named(tmp_path: Path) -> None:
     assert sorted(p.columns["answer"] for p in named.train.take(40)) == list(range(40))
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_a_stream_goes_on_exactly_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: bool) -> None:
+@pytest.mark.parametrize(("kind", "shuffle"), [("parquet", True), ("parquet", False), ("jsonl", True), ("saved", True)])
+def test_a_stream_goes_on_exactly_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, shuffle: bool
+) -> None:
     """Stopped inside a block, at a block's end, at a file's end, at an epoch's end, and in the third epoch."""
     monkeypatch.setattr(hub, "BLOCK_ROWS", 8)
-    spec = folder_of_files(tmp_path)
+    spec = folder_of_files(tmp_path, kind)
     straight = stream(spec, shuffle=shuffle).take(140)
     for cut in (1, 8, 13, 20, 40, 49, 50, 51, 100, 117):
         first = stream(spec, shuffle=shuffle)

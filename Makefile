@@ -42,6 +42,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[reasoning-gym]' || echo 'No reasoning-gym (it needs a C compiler): its tests are skipped.'
 	touch $@
 
 clean:

@@ -44,7 +44,14 @@ class ModelConfig:
 @dataclass(frozen=True)
 class TaskConfig:
     prompts: str = "builtin:addition"
-    """A .jsonl or .parquet file, hf:NAME[:split], reasoning-gym:TASK, or builtin:NAME."""
+    """A .jsonl or .parquet file, hf:NAME[:[CONFIG:]SPLIT] (hub or folder), reasoning-gym:TASK[,key=value,...], or
+    builtin:NAME."""
+    prompt_column: str = "prompt"
+    """Key of a row's text or chat messages; all others are columns for the reward functions."""
+    shuffle: bool = True
+    """Rows in a new seeded order each epoch. false: in the order of the file or data set."""
+    streaming: bool = False
+    """Read an hf: data set as it is used instead of whole; shuffled within blocks of 1,024 rows."""
     reward: tuple[str, ...] = ()
     """Reward functions, each 'module:function' or 'file.py:function'. Empty: the ones that come with the prompts."""
     reward_weights: tuple[float, ...] = ()

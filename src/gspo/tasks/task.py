@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,7 +10,10 @@ from typing import Any, Protocol
 from gspo.config import Config
 from gspo.errors import ConfigError
 from gspo.tasks.builtin import BUILTIN, BuiltinSource, builtin, heldout_prompts
-from gspo.tasks.jsonl import ListSource, read_prompts, split_heldout
+from gspo.tasks.gym import GymSource, gym_task, score
+from gspo.tasks.hub import StreamSource, open_dataset, read_dataset, read_parquet
+from gspo.tasks.jsonl import read_jsonl
+from gspo.tasks.lists import HELDOUT_SHARE, ListSource, prompt_key, split_heldout
 from gspo.tasks.rewards import RewardSuite, load_reward
 from gspo.types import Prompt
 
@@ -35,7 +39,7 @@ class PromptSource(Protocol):
 
 @dataclass
 class Task:
-    """``heldout`` shares no prompt with ``train``."""
+    """``heldout`` shares no prompt with ``train``, unless ``eval.prompts`` names files or data sets that do."""
 
     name: str
     train: PromptSource
@@ -43,24 +47,18 @@ class Task:
     rewards: RewardSuite
 
 
+Opened = tuple[PromptSource, tuple[Prompt, ...], RewardSuite | None]
+"""Prompts to train on, held-out prompts, and the rewards that come with them (None: none do)."""
+Given = tuple[Prompt, ...] | None
+"""Held-out prompts from ``eval.prompts``; None when it is not set."""
+
+
 def load_task(config: Config) -> Task:
     """Read prompts and import rewards. Raises ConfigError, DataError or RewardError, each saying what to do."""
-    spec, seed = config.task.prompts, config.run.seed
-    if spec.startswith("builtin:"):
-        own = builtin(spec.removeprefix("builtin:"))
-        train: PromptSource = BuiltinSource(own, seed)
-        heldout = heldout_prompts(own, config.eval.num_prompts)
-        rewards = RewardSuite(own.rewards, own.weights)
-    else:
-        prompts = _read(spec, "task.prompts")
-        if config.eval.every and not config.eval.prompts:
-            prompts, heldout = split_heldout(prompts, config.eval.num_prompts, spec)
-        else:
-            heldout = ()
-        train = ListSource(prompts, seed)
-        rewards = None
-    if config.eval.prompts:
-        heldout = _heldout(config)
+    spec = config.task.prompts
+    _check_order(config)
+    given = _heldout(config) if config.eval.prompts else None
+    train, heldout, rewards = _opener(config)(config, given)
     if config.task.reward:
         functions = [load_reward(name) for name in config.task.reward]
         rewards = RewardSuite(functions, config.task.reward_weights or (1.0,) * len(functions))
@@ -72,17 +70,82 @@ def load_task(config: Config) -> Task:
     return Task(spec, train, heldout, rewards)
 
 
+def _check_order(config: Config) -> None:
+    """Refuse settings of order that the source has no use for."""
+    spec = config.task.prompts
+    if config.task.streaming and not spec.startswith("hf:"):
+        raise ConfigError(f"task.streaming is for hf: data sets; task.prompts = {spec!r} is not one. Remove it.")
+    if not config.task.shuffle and spec.startswith(tuple(_OPEN)):
+        raise ConfigError(f"task.shuffle = false is for files and data sets: {spec!r} has no order to keep. Remove it.")
+
+
+def _open_builtin(config: Config, given: Given) -> Opened:
+    own = builtin(config.task.prompts.removeprefix("builtin:"))
+    heldout = heldout_prompts(own, config.eval.num_prompts) if given is None else given
+    return BuiltinSource(own, config.run.seed), heldout, RewardSuite(own.rewards, own.weights)
+
+
+def _open_gym(config: Config, given: Given) -> Opened:
+    task = gym_task(config.task.prompts)
+    heldout = task.heldout(config.eval.num_prompts) if given is None else given
+    source = GymSource(task, config.run.seed, [prompt_key(prompt) for prompt in heldout])
+    return source, heldout, RewardSuite([score], [1.0])
+
+
+def _open_stream(config: Config, given: Given) -> Opened:
+    """The held-out prompts come from the first rows, ten for each one wanted."""
+    task, spec = config.task, config.task.prompts
+    heldout, skip = given or (), []
+    if given is None and config.eval.every:
+        most = config.eval.num_prompts
+        head = read_dataset(spec, task.prompt_column, streaming=True, most=HELDOUT_SHARE * most)
+        _, heldout = split_heldout(head, most, spec)
+        skip = [prompt_key(prompt) for prompt in heldout]
+    rows = open_dataset(spec, streaming=True)
+    return StreamSource(rows, spec, config.run.seed, task.shuffle, task.prompt_column, skip), heldout, None
+
+
+def _open_rows(config: Config, given: Given) -> Opened:
+    prompts, heldout = _read(config.task.prompts, "task.prompts", config), given or ()
+    if given is None and config.eval.every:
+        prompts, heldout = split_heldout(prompts, config.eval.num_prompts, config.task.prompts)
+    return ListSource(prompts, config.run.seed, config.task.shuffle), heldout, None
+
+
+def _opener(config: Config) -> Callable[[Config, Given], Opened]:
+    for start, opener in _OPEN.items():
+        if config.task.prompts.startswith(start):
+            return opener
+    return _open_stream if config.task.streaming else _open_rows
+
+
+_OPEN: Mapping[str, Callable[[Config, Given], Opened]] = {
+    "builtin:": _open_builtin,
+    "reasoning-gym:": _open_gym,
+}
+
+
 def _heldout(config: Config) -> tuple[Prompt, ...]:
-    spec = config.eval.prompts
+    """The first ``eval.num_prompts`` prompts of ``eval.prompts``."""
+    spec, most = config.eval.prompts, config.eval.num_prompts
     if spec.startswith("builtin:"):
-        return heldout_prompts(builtin(spec.removeprefix("builtin:")), config.eval.num_prompts)
-    return tuple(_read(spec, "eval.prompts")[: config.eval.num_prompts])
+        return heldout_prompts(builtin(spec.removeprefix("builtin:")), most)
+    if spec.startswith("reasoning-gym:"):
+        return gym_task(spec).heldout(most)
+    if spec.startswith("hf:") and config.task.streaming:
+        return tuple(read_dataset(spec, config.task.prompt_column, streaming=True, most=most))
+    return tuple(_read(spec, "eval.prompts", config)[:most])
 
 
-def _read(spec: str, key: str) -> list[Prompt]:
+def _read(spec: str, key: str, config: Config) -> list[Prompt]:
+    column = config.task.prompt_column
+    if spec.startswith("hf:"):
+        return read_dataset(spec, column)
     if spec.endswith((".jsonl", ".json")):
-        return read_prompts(Path(spec).expanduser())
+        return read_jsonl(Path(spec).expanduser(), column)
+    if spec.endswith(".parquet"):
+        return read_parquet(Path(spec).expanduser(), column)
     raise ConfigError(
-        f"{key} = {spec!r} is not a source of prompts. Give a .jsonl file (one JSON object a line, with a 'prompt'), "
-        f"or one of: {', '.join('builtin:' + name for name in BUILTIN)}."
+        f"{key} = {spec!r} is not a source of prompts. Give a .jsonl file (one JSON object a line, with a 'prompt'), a "
+        f".parquet file, hf:NAME[:SPLIT], reasoning-gym:TASK, or one of: {', '.join('builtin:' + n for n in BUILTIN)}."
     )

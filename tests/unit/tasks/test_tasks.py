@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from gspo.config import Config
 from gspo.errors import DataError, RewardError
 from gspo.tasks import RewardSuite, load_task
 from gspo.tasks.builtin import BUILTIN, BuiltinSource, heldout_prompts, is_heldout
-from gspo.tasks.jsonl import ListSource, prompt_key, split_heldout
+from gspo.tasks.lists import ListSource, prompt_key, split_heldout
 from gspo.types import Prompt
 
 
@@ -105,7 +106,7 @@ def test_the_order_is_the_same_in_another_process() -> None:
             capture_output=True,
             text=True,
             cwd=root,
-            env={"PYTHONHASHSEED": str(n)},
+            env=os.environ | {"PYTHONHASHSEED": str(n)},
             check=True,
         ).stdout
         for n in (1, 2)

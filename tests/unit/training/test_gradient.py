@@ -63,6 +63,17 @@ def test_packing_does_not_change_the_gradient(tiny_policy: Policy, objective: st
     assert other_loss == pytest.approx(loss, rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_a_group_larger_than_a_pass_has_the_same_gradient(tiny_policy: Policy, at_once: int) -> None:
+    """tunix#820: a group of 8 in passes of 1, 2 and 3 answers."""
+    made = random_rows([[5] * 8], prompt_lengths=[4], drift=0.05)
+    _, expected, _ = gradient(tiny_policy, config(), pack_step(made, max_tokens=4096))
+    step = pack_step(made, max_tokens=4 + at_once * 5)
+    assert len(step.batches) >= 8 / (at_once + 1)
+    _, found, _ = gradient(tiny_policy, config(), step)
+    same(found, expected)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 50, 101, 5000])
 def test_the_head_chunk_does_not_change_the_gradient(tiny_policy: Policy, chunk: int) -> None:
     step = pack_step(rows(), max_tokens=4096)

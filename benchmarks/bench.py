@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import SCENARIOS, Scenario
+from gspo.policy.load import resolve_dtype
 
 ROOT = Path(__file__).resolve().parent.parent
 TRL_VENV = ROOT / ".venv-trl"
@@ -36,8 +37,14 @@ def main() -> int:
     parser.add_argument("--scenario", choices=SCENARIOS, default="short")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--max_tokens", type=int, default=900, help="gspo's batch.max_tokens")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+        help="precision of the products on all sides; auto: bfloat16 where this machine is faster in it",
+    )  # fmt: skip
     options = parser.parse_args()
     scenario = SCENARIOS[options.scenario]
+    dtype = str(resolve_dtype(options.dtype)).removeprefix("torch.")
+    console.print(f"products in {dtype} on all sides")
     python = trl_python()
     model = weights(scenario)
     runs: dict[str, list[dict[str, Any]]] = {"trl": [], "gspo": []}
@@ -45,12 +52,12 @@ def main() -> int:
     for pair in range(options.pairs):
         for side, interpreter in (("trl", python), ("gspo", sys.executable)):
             console.print(f"pair {pair + 1} of {options.pairs}: {side} ...")
-            extra = ["--max_tokens", str(options.max_tokens)] if side == "gspo" else []
+            extra = ["--dtype", dtype, *(["--max_tokens", str(options.max_tokens)] if side == "gspo" else [])]
             runs[side].append(run(side, interpreter, scenario, model, extra))
         if vllm.exists():
             console.print(f"pair {pair + 1} of {options.pairs}: vllm, rollouts only ...")
-            vllm_rates.append(run("vllm", str(vllm), scenario, model, [])["rollout_tokens_per_second"])
-    result = summarise(scenario, runs, options.max_tokens)
+            vllm_rates.append(run("vllm", str(vllm), scenario, model, ["--dtype", dtype])["rollout_tokens_per_second"])
+    result = summarise(scenario, runs, options.max_tokens) | {"dtype": dtype}
     if vllm_rates:
         ours = result["medians"]["gspo"]["fixed"]["rollout_tokens_per_second"]
         result["ratios"]["rollout_to_vllm"] = ours / median(vllm_rates)

@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--scenario", choices=SCENARIOS, default="short")
     parser.add_argument("--model", required=True)
     parser.add_argument("--cases", nargs="+", default=["fixed", "natural"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--max_tokens", type=int, default=900)
     options = parser.parse_args()
     scenario = SCENARIOS[options.scenario]
@@ -86,7 +87,7 @@ def main() -> None:
             "algorithm.updates_per_rollout": scenario.updates,
             "optimizer.learning_rate": LEARNING_RATE,
             "batch.max_tokens": options.max_tokens,
-            "model.dtype": "bfloat16",
+            "model.dtype": options.dtype,
             "run.iterations": 1000,
         }
     )

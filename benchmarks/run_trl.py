@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--scenario", choices=SCENARIOS, default="short")
     parser.add_argument("--model", required=True)
     parser.add_argument("--cases", nargs="+", default=["fixed", "natural"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     scenario = SCENARIOS[options.scenario]
@@ -88,7 +89,7 @@ def main() -> None:
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(),
             use_cpu=True,
-            bf16=True,
+            bf16=options.dtype == "bfloat16",
             per_device_train_batch_size=per_step,
             gradient_accumulation_steps=1,
             steps_per_generation=scenario.updates,
@@ -118,7 +119,7 @@ def main() -> None:
         if clock.case == "fixed":
             kwargs["min_new_tokens"] = scenario.tokens
         start = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16"):
             ids = generate(*args, **kwargs)
         clock.rollout += time.perf_counter() - start
         return ids

@@ -15,11 +15,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--scenario", choices=SCENARIOS, default="short")
     parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     options = parser.parse_args()
     scenario = SCENARIOS[options.scenario]
     engine = LLM(
         options.model,
-        dtype="bfloat16",
+        dtype=options.dtype,
         max_model_len=1024,
         max_num_seqs=64,
         enable_prefix_caching=True,

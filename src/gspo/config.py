@@ -161,6 +161,9 @@ class BatchConfig:
     """Most tokens in one forward pass. Bounds memory; does not change the gradient."""
     vocab_chunk: int = 2048
     """Vocabulary rows of the head handled at a time. Bounds memory; does not change the gradient."""
+    recompute_activations: bool = False
+    """Keep only each layer's input for the backward pass and compute the rest again: far less memory for longer passes,
+    a third more time. Does not change the gradient."""
 
 
 @dataclass(frozen=True)

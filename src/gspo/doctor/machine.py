@@ -16,6 +16,7 @@ from gspo.doctor.finding import Finding, fail, ok, warn
 from gspo.metrics import Means
 from gspo.packing import Row, pack_step
 from gspo.policy.load import Policy
+from gspo.policy.recompute import find_layers
 from gspo.training.trainer import Trainer
 
 PROBE_TOKENS = 96
@@ -117,13 +118,28 @@ def check_memory(config: Config, trainer: Trainer, now: int, available: int) -> 
     )
     measured = {"needed_bytes": int(now + more), "available_bytes": now + available}
     if more > available:
-        advice = "Lower batch.max_tokens (the gradient stays the same), then engine.max_batch, or use a smaller model."
+        advice = (
+            "Lower batch.max_tokens or set batch.recompute_activations (the gradient stays the same), then lower "
+            "engine.max_batch, or use a smaller model."
+        )
         return fail("memory", text, advice, **measured)
     return ok("memory", text, **measured)
 
 
 def activation_bytes(trainer: Trainer) -> float:
-    """Bytes kept for the backward pass, for each token of a pass; counted, on two short rows."""
+    """Bytes kept for the backward pass, for each token of a pass; counted, on two short rows.
+
+    With ``batch.recompute_activations``: the input of each layer, and the whole of the one that is computed again.
+    """
+    policy = trainer.policy
+    if policy.recompute:
+        policy.recompute = False
+        try:
+            whole = activation_bytes(trainer)
+        finally:
+            policy.recompute = True
+        layers, width = len(find_layers(policy)), policy.model.config.get_text_config().hidden_size
+        return whole / layers + layers * width * policy.dtype.itemsize
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

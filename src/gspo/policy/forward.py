@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +15,7 @@ from gspo.errors import ConfigError
 from gspo.packing import Row, pack
 from gspo.policy import attention, moe
 from gspo.policy.load import Policy
+from gspo.policy.recompute import recompute_layers
 
 TOLERANCE = 1e-4
 """Largest log-probability difference (nats) between packed and plain in float32 that is taken for rounding."""
@@ -48,8 +51,9 @@ def score(
     policy.model.eval()  # dropout off in every pass: old and new log-probs must come from one function
     if policy.attention == "plain":
         return score_plain(policy, batch, temperature=temperature, replay=replay, router_logits=router_logits)
-    with moe.record_routing(policy, logits=router_logits) as record, moe.replay_routing(policy, replay):
-        hidden = packed_hidden(policy, batch.token_ids, batch.position_ids, attention.PackedAttention(batch.layout))
+    context = attention.PackedAttention(batch.layout)
+    with moe.record_routing(policy, logits=router_logits) as record:
+        hidden = packed_hidden(policy, batch.token_ids, batch.position_ids, context, replay)
     experts, logits = record.take()
     head = policy.head
     index = batch.predict_index.to(hidden.device)
@@ -65,14 +69,31 @@ def score(
     return Scored(found.logprobs, found.entropy, experts, tuple(layer[index] for layer in logits))
 
 
+@contextmanager
+def _model_call(policy: Policy, implementation: str, replay: Tensor | None) -> Iterator[None]:
+    """What one call of the model stands in: attention, forced experts, and how much is kept for the backward pass."""
+
+    @contextmanager
+    def setting() -> Iterator[None]:
+        with policy.attention_implementation(implementation), moe.replay_routing(policy, replay):
+            yield
+
+    with setting(), recompute_layers(policy, setting):
+        yield
+
+
 def packed_hidden(
-    policy: Policy, token_ids: Tensor, position_ids: Tensor, context: attention.AttentionContext
+    policy: Policy,
+    token_ids: Tensor,
+    position_ids: Tensor,
+    context: attention.AttentionContext,
+    replay: Tensor | None = None,
 ) -> Tensor:
     """Last hidden states [T, D] of one packed row.
 
     No mask and no cache object: with either, transformers silently lets packed rows see each other.
     """
-    with policy.attention_implementation(attention.NAME):
+    with _model_call(policy, attention.NAME, replay):
         output = policy.backbone(
             input_ids=token_ids[None].to(policy.device),
             position_ids=position_ids[None].to(policy.device),
@@ -98,8 +119,8 @@ def score_plain(
     with moe.record_routing(policy, logits=router_logits) as record:
         for tokens, completion in zip(rows, completions, strict=True):
             inputs = batch.token_ids[tokens][None].to(policy.device)
-            attend = policy.attention_implementation("sdpa" if policy.model._supports_sdpa else "eager")
-            with attend, moe.replay_routing(policy, None if replay is None else replay[tokens]):
+            own = "sdpa" if policy.model._supports_sdpa else "eager"
+            with _model_call(policy, own, None if replay is None else replay[tokens]):
                 logits = policy.model(input_ids=inputs, use_cache=False).logits[0, -len(completion) :]
             scored.append(plain_logprobs(logits, completion.to(policy.device), temperature))
     entropies = [values.entropy for values in scored if values.entropy is not None]

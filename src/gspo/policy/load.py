@@ -37,6 +37,7 @@ class Policy:
 
     ``model`` is a transformers causal LM whose parameters have ``dtype``, the precision of matrix products (float32
     master weights are the optimizer's business). ``attention``: 'grouped' or 'plain', see ``verify_forward``.
+    ``recompute``: layers are computed again in the backward pass instead of kept.
     """
 
     model: Any
@@ -44,6 +45,7 @@ class Policy:
     name: str
     dtype: torch.dtype
     attention: str = "grouped"
+    recompute: bool = False
 
     @property
     def device(self) -> torch.device:

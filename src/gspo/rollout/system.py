@@ -15,6 +15,7 @@ from gspo.errors import ConfigError, DataError
 from gspo.policy import moe
 from gspo.policy.forward import choose_attention
 from gspo.policy.load import Policy, load_policy, resolve_dtype
+from gspo.policy.recompute import check_recompute
 from gspo.tasks import Task, load_task
 from gspo.types import Prompt
 
@@ -39,6 +40,8 @@ def load_system(config: Config) -> System:
     task = load_task(config)
     policy = load_policy(config.model)
     moe.check_settings(policy, config.algorithm)
+    policy.recompute = config.batch.recompute_activations
+    check_recompute(policy)
     experts = moe.choose_experts(policy)
     attention = choose_attention(policy, config.model.attention)
     policy.cast(resolve_dtype(config.model.dtype))

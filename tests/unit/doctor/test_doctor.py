@@ -154,6 +154,9 @@ def test_activations_are_counted_as_the_allocator_sees_them() -> None:
     assert 2 * 128 * 4 < found < 2 * 20 * 128 * 4
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
     assert all(p.grad is None for p in policy.model.parameters())
+    policy.recompute = True
+    fewer = activation_bytes(Trainer(policy, Config().with_values(SOUND)))
+    assert found / 2 < fewer < found  # two layers: one of them whole, and the inputs of both
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,6 +86,7 @@ ELSEWHERE = {
     "engine.max_batch": "tests/unit/engines/test_native.py",
     "batch.max_tokens": "tests/unit/training/test_work.py",
     "batch.vocab_chunk": "tests/unit/training/test_gradient.py",
+    "batch.recompute_activations": "tests/unit/policy/test_recompute.py",
     "run.directory": "every end-to-end test",
     "run.checkpoint_every": "test_checkpoints_are_saved_when_due",
     "run.keep": "test_keep_counts_checkpoints",

@@ -53,9 +53,17 @@ class TaskConfig:
     streaming: bool = False
     """Read an hf: data set as it is used instead of whole; shuffled within blocks of 1,024 rows."""
     reward: tuple[str, ...] = ()
-    """Reward functions, each 'module:function' or 'file.py:function'. Empty: the ones that come with the prompts."""
+    """Reward functions, each 'module:function', 'file.py:function' or a ready-made one (docs/rewards.md). Empty: the
+    ones that come with the prompts."""
     reward_weights: tuple[float, ...] = ()
     """One weight for each reward function; the reward is the weighted sum. Empty: 1 each."""
+    reward_timeout: float = 60.0
+    """Seconds that one call of a reward function may take before its process is ended. 0: no limit."""
+    reward_workers: int = 1
+    """Processes that call reward functions, each with a part of the groups."""
+    on_reward_error: Literal["stop", "unscored"] = "stop"
+    """What happens when a reward function raises, crashes or takes too long. stop: the run ends, and what was done is
+    saved. unscored: the answers at fault are left out of their group's comparison and counted."""
     system_prompt: str = ""
     """System message put before each prompt that does not have one."""
     chat: bool = True
@@ -351,7 +359,8 @@ _TOML_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"
 def _check_ranges(config: Config) -> None:
     """One sentence for each value that cannot work, before anything is loaded."""
     at_least = {
-        "task.max_prompt_tokens": 1, "eval.num_prompts": 1, "eval.every": 0, "eval.samples": 1,
+        "task.max_prompt_tokens": 1, "task.reward_timeout": 0, "task.reward_workers": 1,
+        "eval.num_prompts": 1, "eval.every": 0, "eval.samples": 1,
         "eval.temperature": 0, "rollout.prompts_per_iteration": 1, "rollout.max_tokens": 1,
         "engine.max_batch": 1, "algorithm.updates_per_rollout": 1, "algorithm.kl_weight": 0,
         "algorithm.router_aux_weight": 0,

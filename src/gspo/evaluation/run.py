@@ -42,7 +42,7 @@ def evaluate_system(
         Group(prompt, [to_rollout(system, prompt, i, ids, c, temperature) for i, c in enumerate(row)])
         for (prompt, ids), row in zip(encoded, completions, strict=True)
     ]
-    score_groups(system, groups)
+    score_groups(system, groups, lambda done, total: progress("reward", done, total))
     answers = [_answer(group.prompt, rollout) for group in groups for rollout in group.rollouts]
     right = [sum(bool(is_right(rollout)) for rollout in group.rollouts) for group in groups]
     shares = [count / samples for count in right]

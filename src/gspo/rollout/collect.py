@@ -52,8 +52,7 @@ def collect(
         for (prompt, ids), row in zip(encoded, completions, strict=True)
     ]
     start = time.perf_counter()
-    score_groups(system, groups)
-    progress("reward", len(groups), len(groups))
+    score_groups(system, groups, lambda done, total: progress("reward", done, total))
     return Collected(groups, too_long, rollout_seconds, time.perf_counter() - start)
 
 
@@ -93,13 +92,15 @@ def to_rollout(
     )
 
 
-def score_groups(system: System, groups: list[Group]) -> None:
-    """Fill in reward, terms and error of every rollout."""
+def score_groups(system: System, groups: list[Group], progress: Callable[[int, int], None] = lambda *_: None) -> None:
+    """Fill in reward, terms and error of every rollout. ``progress``: answers scored and all, the last time equal."""
     rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
     scores = system.task.rewards.score(
         [prompt for prompt, _ in rollouts],
         [rollout.text for _, rollout in rollouts],
         [rollout.token_ids for _, rollout in rollouts],
+        progress,
     )
+    progress(len(rollouts), len(rollouts))
     for (_, rollout), score in zip(rollouts, scores, strict=True):
         rollout.reward, rollout.reward_terms, rollout.error = score.reward, dict(score.terms), score.error

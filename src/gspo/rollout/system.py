@@ -49,6 +49,7 @@ def load_system(config: Config) -> System:
         f"model: {policy.name}, {policy.num_parameters / 1e6:.0f}M parameters, computing in "
         f"{str(policy.dtype).removeprefix('torch.')}, weights and optimizer in float32",
         attention,
+        *task.notes,
         *([experts] if experts else []),
     ]
     longest = config.task.max_prompt_tokens + config.rollout.max_tokens

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from gspo.config import Config
 from gspo.errors import ConfigError
 from gspo.tasks.builtin import BUILTIN, BuiltinSource, builtin, heldout_prompts
-from gspo.tasks.gym import GymSource, gym_task, score
+from gspo.tasks.functions import PYTHON, RewardFunction, function_name, importable_as
+from gspo.tasks.gym import GymSource, gym_task
 from gspo.tasks.hub import StreamSource, open_dataset, read_dataset, read_parquet
 from gspo.tasks.jsonl import read_jsonl
 from gspo.tasks.lists import HELDOUT_SHARE, ListSource, prompt_key, split_heldout
-from gspo.tasks.rewards import RewardSuite, load_reward
+from gspo.tasks.rewards import Limits, RewardSuite
+from gspo.tasks.rows import prompts_from_rows
 from gspo.types import Prompt
 
 
@@ -37,14 +39,19 @@ class PromptSource(Protocol):
         ...
 
 
+Rows = Iterable[Mapping[str, Any] | Prompt]
+
+
 @dataclass
 class Task:
-    """``heldout`` shares no prompt with ``train``, unless ``eval.prompts`` names files or data sets that do."""
+    """``heldout`` shares no prompt with ``train``, unless ``eval.prompts`` names files or data sets that do. ``notes``
+    are lines for the user."""
 
     name: str
     train: PromptSource
     heldout: tuple[Prompt, ...]
     rewards: RewardSuite
+    notes: list[str] = field(default_factory=list)
 
 
 Opened = tuple[PromptSource, tuple[Prompt, ...], RewardSuite | None]
@@ -53,21 +60,65 @@ Given = tuple[Prompt, ...] | None
 """Held-out prompts from ``eval.prompts``; None when it is not set."""
 
 
-def load_task(config: Config) -> Task:
-    """Read prompts and import rewards. Raises ConfigError, DataError or RewardError, each saying what to do."""
+def load_task(
+    config: Config,
+    *,
+    rows: Rows | None = None,
+    heldout_rows: Rows | None = None,
+    functions: Sequence[RewardFunction | str] = (),
+) -> Task:
+    """Read prompts and import rewards. Raises ConfigError, DataError or RewardError, each saying what to do.
+
+    From Python: ``rows`` instead of ``task.prompts``, ``heldout_rows`` instead of ``eval.prompts``, ``functions``
+    instead of ``task.reward``.
+    """
     spec = config.task.prompts
     _check_order(config)
     given = _heldout(config) if config.eval.prompts else None
-    train, heldout, rewards = _opener(config)(config, given)
-    if config.task.reward:
-        functions = [load_reward(name) for name in config.task.reward]
-        rewards = RewardSuite(functions, config.task.reward_weights or (1.0,) * len(functions))
+    if heldout_rows is not None:
+        given = tuple(_from_python(heldout_rows, config)[: config.eval.num_prompts])
+    if rows is not None:
+        train, heldout, rewards = _listed(_from_python(rows, config), config, given)
+    else:
+        train, heldout, rewards = _opener(config)(config, given)
+    notes: list[str] = []
+    if functions or config.task.reward:
+        rewards, notes = _rewards(config, functions or config.task.reward)
     if rewards is None:
         raise ConfigError(
             f"task.prompts = {spec!r} comes without a way to score answers: set task.reward to a function, such as "
             "'rewards.py:correct' (file and name) or 'package.module:correct'."
         )
-    return Task(spec, train, heldout, rewards)
+    return Task(spec, train, heldout, rewards, notes)
+
+
+def _rewards(config: Config, functions: Sequence[RewardFunction | str]) -> tuple[RewardSuite, list[str]]:
+    """Functions that can be imported go to processes of their own; a line says which cannot."""
+    weights, limits = config.task.reward_weights or (1.0,) * len(functions), _limits(config)
+    moved = [function if isinstance(function, str) else importable_as(function) or function for function in functions]
+    try:
+        suite = RewardSuite(moved, weights, limits)
+    except ConfigError:
+        if all(isinstance(function, str) for function in functions):
+            raise
+        moved = list(functions)  # a module that only this process can import
+        suite = RewardSuite(moved, weights, limits)
+    stay = [function_name(function) for function in moved if not isinstance(function, str)]
+    note = (
+        f"rewards: {', '.join(stay)} cannot be imported by another process and runs in this one: "
+        "task.reward_timeout can interrupt Python code only, task.reward_workers does not apply"
+    )
+    return suite, [note] if stay else []
+
+
+def _limits(config: Config) -> Limits:
+    task = config.task
+    settings = {"max_tokens": config.rollout.max_tokens}
+    return Limits(task.reward_timeout, task.reward_workers, task.on_reward_error, config.run.seed, settings)
+
+
+def _from_python(rows: Rows, config: Config) -> list[Prompt]:
+    return prompts_from_rows(rows, "rows", config.task.prompt_column)
 
 
 def _check_order(config: Config) -> None:
@@ -89,7 +140,7 @@ def _open_gym(config: Config, given: Given) -> Opened:
     task = gym_task(config.task.prompts)
     heldout = task.heldout(config.eval.num_prompts) if given is None else given
     source = GymSource(task, config.run.seed, [prompt_key(prompt) for prompt in heldout])
-    return source, heldout, RewardSuite([score], [1.0])
+    return source, heldout, RewardSuite(["gspo.tasks.gym:score"], [1.0], _limits(config))
 
 
 def _open_stream(config: Config, given: Given) -> Opened:
@@ -106,7 +157,11 @@ def _open_stream(config: Config, given: Given) -> Opened:
 
 
 def _open_rows(config: Config, given: Given) -> Opened:
-    prompts, heldout = _read(config.task.prompts, "task.prompts", config), given or ()
+    return _listed(_read(config.task.prompts, "task.prompts", config), config, given)
+
+
+def _listed(prompts: list[Prompt], config: Config, given: Given) -> Opened:
+    heldout = given or ()
     if given is None and config.eval.every:
         prompts, heldout = split_heldout(prompts, config.eval.num_prompts, config.task.prompts)
     return ListSource(prompts, config.run.seed, config.task.shuffle), heldout, None
@@ -139,6 +194,11 @@ def _heldout(config: Config) -> tuple[Prompt, ...]:
 
 def _read(spec: str, key: str, config: Config) -> list[Prompt]:
     column = config.task.prompt_column
+    if spec.startswith(PYTHON):
+        raise ConfigError(
+            f"{key} = {spec!r} stands for rows that were given to GSPOTrainer from Python. Give them again (to go on "
+            "with a run: trainer.train(resume='FOLDER')), or write them to a .jsonl file."
+        )
     if spec.startswith("hf:"):
         return read_dataset(spec, column)
     if spec.endswith((".jsonl", ".json")):

@@ -124,6 +124,7 @@ class _Run:
         self.directory.write_environment(environment(self.config, self.system.policy.dtype))
         self.config.save(self.directory.path / "config.toml")
         info = RunInfo(self.config, self.directory.path, self.system.facts, self.result.iterations)
+        self.system.task.rewards.log, self.system.task.rewards.say = self.directory.log, self._say
         self._tell("on_start", info)
         for fact in self.system.facts:
             self.directory.log(fact)
@@ -144,6 +145,7 @@ class _Run:
             self._save_after_failure()
             raise
         finally:
+            self.system.task.rewards.close()
             self.result.seconds = time.perf_counter() - start
             self.directory.log(f"run {reason} after {self.result.iterations} iterations")
             self._tell("on_end", reason)
@@ -274,7 +276,7 @@ class _Run:
 
     def _progress(self, stage: str, done: int, total: int) -> None:
         self._tell("on_progress", stage, done, total)
-        if stage != "reward":  # rollouts under way and evaluations are abandoned, updates done are saved
+        if stage != "reward" or done < total:  # what is unfinished is abandoned, updates done are saved
             self._stop_if_requested()
 
     def _stop_if_requested(self) -> None:

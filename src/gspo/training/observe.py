@@ -27,6 +27,7 @@ def rollout_metrics(collected: Collected) -> dict[str, Any]:
         found[f"reward/{term}"] = mean(value for value in values if value is not None)
     found |= {
         "reward/unscored": len(rollouts) - len(rewards),
+        "reward/errors": sum(rollout.error is not None for rollout in rollouts),
         "group/no_signal_fraction": mean(float(not has_signal(group)) for group in scored),
         "rollout/completion_tokens": sum(lengths),
         "rollout/length_mean": mean(lengths),

@@ -15,7 +15,7 @@ from typing import Any
 
 from gspo.errors import ConfigError
 from gspo.tasks.builtin import addition, running_total, sort_words, vowels
-from gspo.tasks.rewards import RewardFunction
+from gspo.tasks.functions import RewardFunction
 from gspo.types import Prompt
 
 HELDOUT_ONE_IN = 8

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError, RewardError
+from gspo.tasks import graders
 from gspo.types import Prompt
 
 RewardFunction = Callable[..., Any]
@@ -72,10 +73,11 @@ class RewardSuite:
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """Import 'module:function' or 'file.py:function'; modules are also looked for in the current directory.
-
-    Raises ConfigError saying what was looked for and where.
+    """Import 'module:function' or 'file.py:function', or take a grader by its name; modules are also looked for in the
+    current directory. Raises ConfigError saying what was looked for and where.
     """
+    if ":" not in spec:
+        return graders.find(spec)
     module_name, colon, attribute = spec.rpartition(":")
     if not colon or not module_name or not attribute:
         raise ConfigError(f"task.reward: {spec!r} must be 'module:function' or 'file.py:function'.")

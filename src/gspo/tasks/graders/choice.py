@@ -8,7 +8,7 @@ from typing import Any
 
 from gspo.tasks.graders.answers import answer_part, golds, text_of
 
-_LETTER = r"[*_`]{0,2}[(\[]?[*_`]{0,2}([A-Z])[*_`]{0,2}[)\]]?[*_`]{0,2}(?!['’\w])"
+_LETTER = r"[*_`]{0,2}[(\[]?[*_`]{0,2}([A-Z])[*_`]{0,2}[)\]]?[*_`]{0,2}(?!['’\w]|(?<=I)\s+[a-z])"
 _BOXED = re.compile(r"\\boxed\{\s*(?:\\text(?:bf)?\{)?\s*\(?([A-Z])\)?\s*\}")
 _SAID = re.compile(rf"(?i:\b(?:answer|option|choice)\b(?:\s+(?:is|option|choice))*)[*_`]{{0,2}}\s*[:=]?\s*{_LETTER}")
 _ALONE = re.compile(r"[*_`\s]*[(\[]?[*_`]*([A-Za-z])[*_`]*[)\]]?[*_`\s.:]*")

@@ -11,8 +11,8 @@ from typing import Any
 from gspo.tasks.graders.answers import answer_part, golds, text_of
 
 _NUMBER = re.compile(
-    r"(?<![\w.,])(?P<sign>[-+−])?[$€£]?\s?(?P<whole>\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?P<rest>\.\d+)?"
-    r"(?P<power>[eE][-+]?\d{1,3})?(?P<under>\s?/\s?\d+(?!\w|\.\d|/))?"
+    r"(?<![\w.])(?P<sign>[-+−])?[$€£]?\s?(?P<whole>\d{1,3}(?:,\d{3})++(?!\d)|\d++)?(?P<rest>\.\d++)?"
+    r"(?P<power>[eE][-+]?\d{1,3}(?!\d)|(?![eE][-+]?\d))(?P<under>\s?/\s?\d++(?!\w|\.\d|/))?"
 )
 _LONGEST = 60
 """Digits of the longest number that is compared; a longer one is none."""

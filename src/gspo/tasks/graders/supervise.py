@@ -14,7 +14,6 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import sys
 import time
@@ -303,6 +302,8 @@ def remove_leftovers(job: Job) -> None:
     """The working folder, and what a user of its own left in folders where everybody may write."""
     if job["user"] == os.geteuid():
         return
+    import shutil  # slow to import, and needed here only
+
     shutil.rmtree(job["folder"], ignore_errors=True)
     for place in WORLD_WRITABLE:
         for entry in os.scandir(place) if os.path.isdir(place) else ():

@@ -90,7 +90,7 @@ def test_a_hundred_programs_that_misbehave(token: str) -> None:
     ("name", "reason"),
     [
         ("loop", "time"), ("sleep", "time"), ("ignores signals and loops", "time"), ("daemon", "wrong"),
-        ("output for ever", "output"), ("100 MB of output", "output"), ("grows its output", "output"),
+        ("output for ever", "output"), ("100 MB of output", "output"), ("grows its output", "wrong"),
         ("list without end", "wrong"), ("segmentation fault", "wrong"), ("hogs", "memory"),
         ("stops its parent", "wrong"), ("kills the first process", "time"),
     ],
@@ -163,15 +163,13 @@ def test_whoever_stops_iterating_ends_it(token: str) -> None:
 
 @needs_namespaces
 def test_nothing_is_left_when_gspo_is_killed() -> None:
-    needle = secrets.token_hex(8)
-    code = f"from gspo.tasks.graders.sandbox import run\nlist(run('import time; time.sleep(100) # {needle}', ['{needle}']))"
-    code = code.replace("import time;", f"import os, time; os.environ['X'] = '{needle}'; os.fork();")
-    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"NEEDLE": needle}) as gspo:
-        end = time.monotonic() + 20
-        while not [line for line in processes("GSPO_SANDBOX=") if "/program.py" in line] and time.monotonic() < end:
+    source = "import os, time\nos.fork()\nos.fork()\ntime.sleep(100)"
+    code = f"from gspo.tasks.graders.sandbox import run\nlist(run({source!r}, ['']))"
+    with subprocess.Popen([sys.executable, "-c", code]) as gspo:
+        end = time.monotonic() + 30
+        while len(mine := descendants(gspo.pid)) < 2 + 4 and time.monotonic() < end:  # guard, keeper, and the program
             time.sleep(0.05)
-        mine = children(gspo.pid)
-        assert len(mine) >= 3
+        assert len(mine) == 6
         gspo.kill()
     end = time.monotonic() + 5
     while any(os.path.exists(f"/proc/{pid}") for pid in mine) and time.monotonic() < end:
@@ -179,7 +177,7 @@ def test_nothing_is_left_when_gspo_is_killed() -> None:
     assert not [pid for pid in mine if os.path.exists(f"/proc/{pid}")]
 
 
-def children(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     import psutil
 
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
@@ -216,7 +214,7 @@ def test_level_user(common_python: str, token: str) -> None:
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(lambda name: list(run(PROGRAMS[name].replace("NEEDLE", needle), [""], SMALL, "user")), names))
     assert [len(ended) for ended in found] == [1] * len(names)
-    assert found[0][0].reason == "time" and found[names.index("100 MB of output")][0].reason == "output"
+    assert found[0][0].reason == "time" and found[names.index("100 MB of output")][0].reason in ("output", "time")
     assert processes(token, needle) == [] and files(needle) == []
     assert not [name for name in set(os.listdir(tempfile.gettempdir())) - folders if name.startswith("gspo-sandbox-")]
     assert list(run("print(input())", ["a", "b"], level="user")) == [Run("a\n", "", 0, ""), Run("b\n", "", 0, "")]
@@ -251,7 +249,7 @@ def test_a_user_who_is_not_root(common_python: str, level: str) -> None:
     assert ran.returncode == 0, ran.stderr
     found = [runs[0] for runs in json.loads(ran.stdout)]
     assert found[0] == {"stdout": "a\n", "stderr": "", "exit_code": 0, "reason": ""}
-    assert found[1]["reason"] == "time" and found[6]["reason"] == "output"
+    assert found[1]["reason"] == "time" and found[6]["reason"] in ("output", "time")
     assert processes(needle) == []
     time.sleep(0.1)
     assert not [line for line in processes("GSPO_SANDBOX=gspo-") if folder.name in line]

@@ -24,7 +24,7 @@ def answer_part(text: str) -> str:
 
     The thinking ends with the last ``</think>``. Thinking that is not closed (the answer was cut) leaves nothing.
     """
-    before, closed, after = text.rpartition("</think>")
+    _, closed, after = text.rpartition("</think>")
     if not closed and "<think>" in text:
         return ""
     if closed and "<think>" in after:

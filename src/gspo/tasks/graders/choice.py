@@ -12,7 +12,9 @@ _LETTER = r"[*_`]{0,2}[(\[]?[*_`]{0,2}([A-Z])[*_`]{0,2}[)\]]?[*_`]{0,2}(?!['’\
 _BOXED = re.compile(r"\\boxed\{\s*(?:\\text(?:bf)?\{)?\s*\(?([A-Z])\)?\s*\}")
 _SAID = re.compile(rf"(?i:\b(?:answer|option|choice)\b(?:\s+(?:is|option|choice))*)[*_`]{{0,2}}\s*[:=]?\s*{_LETTER}")
 _ALONE = re.compile(r"[*_`\s]*[(\[]?[*_`]*([A-Za-z])[*_`]*[)\]]?[*_`\s.:]*")
-_MARKED = re.compile(r"(?<![\w(\[])(?:[(\[]([A-Z])[)\]]|\*\*([A-Z])[.):]?\*\*)(?!\w)|^\s*([A-Z])[.):](?=\s)", re.MULTILINE)
+_MARKED = re.compile(
+    r"(?<![\w(\[])(?:[(\[]([A-Z])[)\]]|\*\*([A-Z])[.):]?\*\*)(?!\w)|^\s*([A-Z])[.):](?=\s)", re.MULTILINE
+)
 _MORE = re.compile(r"\s*(?:,|/|&|\bor\b|\band\b)\s*(?:\bor\b\s*|\band\b\s*)?[*_`]{0,2}[(\[]?[A-Z](?![\w'’])")
 
 
@@ -20,7 +22,9 @@ def choice(
     completions: Sequence[Any], answer: Sequence[Any] | None = None, solution: Sequence[Any] | None = None
 ) -> list[float | None]:
     """1 when ``chosen`` reads the gold letter. Gold: B, (B), "B. Paris", or a place counted from 0."""
-    right = [_gold_letter(gold) for gold in golds("choice", len(completions), ("answer", answer), ("solution", solution))]
+    right = [
+        _gold_letter(gold) for gold in golds("choice", len(completions), ("answer", answer), ("solution", solution))
+    ]
     found = [chosen(answer_part(text_of(completion))) for completion in completions]
     return [None if gold is None else float(said == gold) for said, gold in zip(found, right, strict=True)]
 

@@ -15,7 +15,9 @@ from typing import Any
 from gspo.tasks.graders.answers import golds, text_of
 from gspo.tasks.graders.sandbox import Limits, Run, Runner, best_level, run
 
-_FENCED = re.compile(r"^[ \t]*```(?:python3?|py)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_FENCED = re.compile(
+    r"^[ \t]*```(?:python3?|py)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE
+)
 
 MOST_AT_A_TIME = 8
 """Programs that run side by side, at most one a processor."""
@@ -78,7 +80,10 @@ def outcomes_of(
 ) -> list[Outcome | None]:
     """One outcome a completion; None where the tests cannot be read. For rewards of your own: other limits, another
     sandbox, partial credit (``partial`` goes on after the first failed input)."""
-    jobs = [(program_of(text_of(completion)), read_tests(value)) for completion, value in zip(completions, tests, strict=True)]
+    jobs = [
+        (program_of(text_of(completion)), read_tests(value))
+        for completion, value in zip(completions, tests, strict=True)
+    ]
     wanted = {job: None for job in jobs if job[1] is not None}
     if runner is run:
         best_level()  # tried once, before the threads

@@ -38,7 +38,9 @@ def math(
     """
     scores: dict[tuple[str, str], float | None] = {}
     rows = []
-    for completion, gold in zip(completions, golds("math", len(completions), ("answer", answer), ("solution", solution)), strict=True):
+    for completion, gold in zip(
+        completions, golds("math", len(completions), ("answer", answer), ("solution", solution)), strict=True
+    ):
         row = (answer_part(text_of(completion)), "" if gold is None or isinstance(gold, bool) else str(gold))
         if row not in scores:
             scores[row] = grade(*row)

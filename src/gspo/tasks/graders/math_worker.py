@@ -29,7 +29,7 @@ _NAMES = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "arcsi
 
 @lru_cache(256)
 def gold_of(text: str) -> list[Any]:
-    """The gold value as expressions; empty when none can be read. Without dollar signs it is LaTeX, unless it has words."""
+    """The gold value as expressions; empty when none can be read. A bare one is LaTeX, unless it has words."""
     words = {word for word in _WORD.findall(_COMMANDS.sub(" ", text)) if word not in _NAMES}
     bare = not words and not any(anchor in text for anchor in _ANCHORS)
     for form in [f"${text}$", text] if bare else [text]:

@@ -82,7 +82,7 @@ def run(source: str, inputs: Sequence[str], limits: Limits | None = None, level:
     limits = limits or Limits()
     level = level or best_level()
     token = f"gspo-{secrets.token_hex(8)}"
-    with tempfile.TemporaryDirectory(prefix="gspo-sandbox-") if level != "namespaces" else _nothing() as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{token}-") if level != "namespaces" else _nothing() as folder:
         guard = _start(_job(source, inputs, limits, level, token, folder))
         try:
             for _ in inputs:
@@ -111,8 +111,8 @@ def best_level() -> str:
             return level
         problems.append(f"{level}: {tried.stderr.strip()[-200:] or tried}")
     raise RewardError(
-        f"No candidate program can be run on this machine. Its Python is {sys.executable}; as root, other users must be "
-        f"able to read it (chmod o+x on the folders above it). What was tried: {'; '.join(problems)}"
+        f"No candidate program can be run on this machine. Its Python is {sys.executable}; as root, other users must "
+        f"be able to read it (chmod o+x on the folders above it). What was tried: {'; '.join(problems)}"
     )
 
 
@@ -133,9 +133,9 @@ def _job(
 
 
 def _start(job: dict[str, Any]) -> subprocess.Popen[bytes]:
-    script = Path(__file__).with_name("supervise.py")
+    script = Path(__file__).with_name("guard") / "supervise.py"
     guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-B", str(script)],
+        [sys.executable, "-I", "-S", str(script)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

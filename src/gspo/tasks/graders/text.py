@@ -38,7 +38,10 @@ def number(
     completions: Sequence[Any], answer: Sequence[Any] | None = None, solution: Sequence[Any] | None = None
 ) -> list[float | None]:
     """1 when the last number of the answer part equals the last number of the gold value, exactly."""
-    right = [_last_gold_number(gold) for gold in golds("number", len(completions), ("answer", answer), ("solution", solution))]
+    right = [
+        _last_gold_number(gold)
+        for gold in golds("number", len(completions), ("answer", answer), ("solution", solution))
+    ]
     found = [last_number(answer_part(text_of(completion))) for completion in completions]
     return [None if gold is None else float(said == gold) for said, gold in zip(found, right, strict=True)]
 

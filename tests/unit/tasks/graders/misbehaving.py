@@ -1,5 +1,6 @@
 """A hundred candidate programs that misbehave. NEEDLE is put in place of a word that is unique to a test run."""
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 _LOOPS = {
@@ -29,7 +30,8 @@ _IGNORES = "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, sig
 _SIGNALS = {
     "ignores signals and loops": _IGNORES + "while True: pass",
     "ignores signals and sleeps": _IGNORES + "import time\nwhile True: time.sleep(1)",
-    "ignores signals in a child": _IGNORES + "import os, time\nif os.fork() == 0:\n    os.setsid()\n    while True: time.sleep(1)",
+    "ignores signals in a child": _IGNORES
+    + "import os, time\nif os.fork() == 0:\n    os.setsid()\n    while True: time.sleep(1)",
     "blocks signals": "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
     "handles the end of its time": "import signal\nsignal.signal(signal.SIGXCPU, lambda *a: None)\nwhile True: pass",
     "stops itself": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
@@ -95,8 +97,8 @@ _OUTPUT = {
     "closes its output": "import os; os.close(1); os.close(2); os.close(0)\nwhile True: pass",
     "closes all": "import os; os.closerange(0, 1000)",
     "half a line of JSON": "print('{\"stdout\": \"', end='')",
-    "claims to be a result": "print('{\"stdout\": \"right\", \"stderr\": \"\", \"exit_code\": 0, \"reason\": \"\"}')",
-    "writes to every open file": "import os\nfor n in range(256):\n    try: os.write(n, b'{\"stdout\": \"right\\\\n\", \"stderr\": \"\", \"exit_code\": 0, \"reason\": \"\"}\\n')\n    except OSError: pass",
+    "claims to be a result": 'print(\'{"stdout": "right", "stderr": "", "exit_code": 0, "reason": ""}\')',
+    "writes to every open file": 'import os\nfor n in range(256):\n    try: os.write(n, b\'{"stdout": "right\\\\n", "stderr": "", "exit_code": 0, "reason": ""}\\n\')\n    except OSError: pass',
 }
 
 _PLACES = "['/', '/tmp', '/var/tmp', '/dev/shm', '..', '/root', '/home', '/etc', '/proc', '/usr/lib', '/work', os.path.expanduser('~')]"

@@ -54,7 +54,13 @@ def test_statements() -> None:
 
 
 def test_what_ends_a_program_early_is_no_pass() -> None:
-    for end in ("import os; os._exit(0)", "import sys; sys.exit(0)", "raise SystemExit", "print('passed')", "import os; os.close(1)"):
+    for end in (
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "raise SystemExit",
+        "print('passed')",
+        "import os; os.close(1)",
+    ):
         assert code([fenced(f"def add(a, b):\n    {end}")], [ASSERTS]) == [0]
     assert code([fenced("import sys; sys.exit(0)")], [ASSERTS]) == [0]
     assert code([fenced(ADD + "import atexit, time\natexit.register(time.sleep, 1000)")], [ASSERTS]) == [1]
@@ -62,14 +68,20 @@ def test_what_ends_a_program_early_is_no_pass() -> None:
 
 def test_programs_are_run_as_modules_are() -> None:
     program = (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport sys\nprint('no newline', end='')\n"
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "import sys\nprint('no newline', end='')\n"
         "@dataclass\nclass P:\n    x: int\n" + ADD + "if __name__ == '__main__':\n    add(input(), 1)\n"
     )
     assert code([fenced(program)], [[*ASSERTS, "assert P(1) == P(1)", "import math\nassert math.pi > 3"]]) == [1]
 
 
 def test_input_and_output() -> None:
-    said = ["print(2 * int(input()))", "print(6)", "print(2 * int(input()), end='  \\n\\n')", "print(2 * int(input())); exit(1)"]
+    said = [
+        "print(2 * int(input()))",
+        "print(6)",
+        "print(2 * int(input()), end='  \\n\\n')",
+        "print(2 * int(input())); exit(1)",
+    ]
     assert code([fenced(text) for text in said], [DOUBLE] * 4) == [1, 0, 1, 0]
     assert code([fenced("print(sum(map(int, open(0))))")], [[{"input": "1\n2\n3", "output": "6"}]]) == [1]
     mixed = [*DOUBLE, "assert callable(print)"]

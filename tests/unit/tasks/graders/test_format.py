@@ -98,7 +98,10 @@ def test_json(said: str, score: float) -> None:
 
 
 def test_schemas_that_are_none_are_unscored() -> None:
-    assert json(["3"] * 5, [None, "not json", {"type": "strange"}, 5, {"$ref": "https://example.org/s.json"}]) == [None] * 5
+    assert (
+        json(["3"] * 5, [None, "not json", {"type": "strange"}, 5, {"$ref": "https://example.org/s.json"}])
+        == [None] * 5
+    )
     assert json(["3", "3"], [True, False]) == [1, 0]
     with pytest.raises(RewardError, match="json needs a column 'schema'"):
         json(["3"], None)  # type: ignore[arg-type]

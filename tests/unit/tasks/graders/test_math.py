@@ -13,16 +13,18 @@ import pytest
 
 pytest.importorskip("math_verify")
 
-from gspo.tasks.graders import math as module  # noqa: E402
-from gspo.tasks.graders.math import grade, math  # noqa: E402
+from gspo.tasks.graders import math as module
+from gspo.tasks.graders.math import grade, math
 
 
 @pytest.mark.parametrize(
     ("said", "gold", "score"),
     [
         ("69", "69", 1), ("10 + 59 = 69", "69", 1), ("The answer is 69.", "69", 1), ("68", "69", 0), ("", "69", 0),
-        ("no idea", "69", 0), ("so \\boxed{69}", "69", 1), ("\\boxed{69} out of 100", "69", 1), ("$\\frac12$", "0.5", 1),
-        ("The answer is $\\frac{1}{2}$", "1/2", 1), ("0.5", "\\frac{1}{2}", 1), ("1,234", "1234", 1), ("1234", "1,234", 1),
+        ("no idea", "69", 0), ("so \\boxed{69}", "69", 1), ("\\boxed{69} out of 100", "69", 1),
+        ("$\\frac12$", "0.5", 1),
+        ("The answer is $\\frac{1}{2}$", "1/2", 1), ("0.5", "\\frac{1}{2}", 1), ("1,234", "1234", 1),
+        ("1234", "1,234", 1),
         ("$(x+1)^2$", "$x^2+2x+1$", 1), ("$x^2+2x+2$", "$(x+1)^2$", 0), ("\\boxed{2\\sqrt{3}}", "\\sqrt{12}", 1),
         ("$\\{1,2\\}$", "$\\{2,1\\}$", 1), ("-3", "-3", 1), ("3", "-3", 0), ("72 eggs", "6 * 12 = 72\n#### 72", 1),
         ("\\boxed{5}", "We get $x = 3 + 2$, so \\boxed{5}.", 1), ("3", "We get $x = 3 + 2$, so \\boxed{5}.", 0),
@@ -94,7 +96,8 @@ def test_nothing_is_left_when_the_asker_dies() -> None:
     """Killed while its process computes without end: the timer ends that too."""
     code = (
         "from gspo.tasks.graders import math as m\n"
-        "m.grade('1', '1')\nprint(m._worker.pid, flush=True)\nm.grade('$9^{9^{9^{9}}} + 1$', '9', 0.5)\nm.grade('1', '1')"
+        "m.grade('1', '1')\nprint(m._worker.pid, flush=True)\n"
+        "m.grade('$9^{9^{9^{9}}} + 1$', '9', 0.5)\nm.grade('1', '1')"
         "\nimport time; time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as asker:

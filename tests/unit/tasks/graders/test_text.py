@@ -98,10 +98,11 @@ def test_text_is_equal_to_itself_and_nothing_is_never_right(value: str) -> None:
     ("said", "value"),
     [
         ("72", 72), ("The answer is 72.", 72), ("#### 72", 72), ("= 72 apples", 72), ("$1,234.50", Fraction(2469, 2)),
-        ("-3", -3), ("−3", -3), ("5-3", 3), ("x=-3", -3), ("1e3", 1000), ("2.5E-1", Fraction(1, 4)), (".5", Fraction(1, 2)),
+        ("-3", -3), ("−3", -3), ("5-3", 3), ("x=-3", -3), ("1e3", 1000), ("2.5E-1", Fraction(1, 4)),
+        (".5", Fraction(1, 2)),
         ("50%", 50), ("3/4", Fraction(3, 4)), ("-3/4", Fraction(-3, 4)), ("3 + 4 = 7", 7), ("1,2", 2), ("007", 7),
-        ("8/0 or 4", 4), ("no number", None), ("", None), ("x2", None), ("1" * 61, None), ("1e9999", None), ("**12**", 12),
-        ("\\boxed{12}", 12), ("12,", 12),
+        ("8/0 or 4", 4), ("no number", None), ("", None), ("x2", None), ("1" * 61, None), ("1e9999", None),
+        ("**12**", 12), ("\\boxed{12}", 12), ("12,", 12),
     ],
 )  # fmt: skip
 def test_the_last_number(said: str, value: Fraction | None) -> None:
@@ -129,7 +130,8 @@ def test_a_number_is_read_back(value: Fraction, before: str) -> None:
         ("So:\nB. Paris", "B"), ("(B) and again (B)", "B"), ("Answer: B\nA, C and D are wrong.", "B"),
         ("", None), ("Paris", None), ("A B C D", None), ("A, B, C, D", None), ("(A) (B) (C) (D)", None),
         ("A. x\nB. y\nC. z\nD. w", None), ("Answer: A, B, C, D", None), ("Answer: A or B", None),
-        ("The answer is (A) or (B)", None), ("Answer: A/B/C", None), ("The answer is not B", None), ("I don't know", None),
+        ("The answer is (A) or (B)", None), ("Answer: A/B/C", None), ("The answer is not B", None),
+        ("I don't know", None),
         ("The answer is I don't know", None), ("Answer: ABCD", None), ("A cat", None),
     ],
 )  # fmt: skip
@@ -142,6 +144,10 @@ def test_choice() -> None:
     assert choice(["B", "B"], [True, -1]) == [None, None]
 
 
-@given(st.one_of(anything, st.lists(st.sampled_from(["A", "(B)", "C.", "Answer: D", " or ", ", ", "\n", "option "])).map("".join)))
+@given(
+    st.one_of(
+        anything, st.lists(st.sampled_from(["A", "(B)", "C.", "Answer: D", " or ", ", ", "\n", "option "])).map("".join)
+    )
+)
 def test_no_text_is_right_for_two_letters(said: str) -> None:
     assert sum(score or 0 for score in choice([said] * 26, list(string.ascii_uppercase))) <= 1

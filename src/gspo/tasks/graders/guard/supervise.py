@@ -12,19 +12,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gspo.tasks.graders.guard import ending, isolation
+else:  # a script: the package above it must not be imported here
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    import ending
+    import isolation
 
 LINUX = sys.platform == "linux"
 SUBREAPER, NO_NEW_PRIVILEGES, PARENT_DEATH_SIGNAL = 36, 38, 1
 COUNTS_PER_NAMESPACE = (5, 14)
 """Linux from which RLIMIT_NPROC counts within a user namespace."""
-WORLD_WRITABLE = ("/tmp", "/var/tmp", "/dev/shm")
 ERROR_TAIL = 2000
 MEMORY_CHECK_SECONDS = 0.05
 
@@ -34,21 +40,22 @@ Job = dict[str, Any]
 def main() -> None:
     job = read_job()
     job["user"], job["group"] = candidate_user()
-    job["base"] = 0 if os.geteuid() == 0 else threads_of(os.geteuid())
+    job["base"] = 0 if os.geteuid() == 0 else ending.threads_of(os.geteuid())
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory ends, this goes before the training run
     option(SUBREAPER, 1)
     if job["level"] == "namespaces":
-        isolation().unshare(os.geteuid(), os.getegid())
-        if tuple(int(part) for part in os.uname().release.split(".")[:2]) >= COUNTS_PER_NAMESPACE:
+        isolation.unshare(os.geteuid(), os.getegid())
+        version = re.match(r"(\d+)\.(\d+)", os.uname().release)
+        if version and (int(version[1]), int(version[2])) >= COUNTS_PER_NAMESPACE:
             job["base"] = 0
     keeper = os.fork()
     if keeper == 0:
         keep(job)
     guard(keeper)
     if job["level"] != "namespaces":
-        sweep(job)
-        remove_leftovers(job)
+        ending.sweep(job)
+        ending.remove_leftovers(job)
 
 
 def read_job() -> Job:
@@ -58,7 +65,10 @@ def read_job() -> Job:
         count += os.read(0, 1) or b"\n"
     data = b""
     while len(data) < int(count):
-        data += os.read(0, int(count) - len(data))
+        more = os.read(0, int(count) - len(data))
+        if not more:
+            os._exit(0)  # nobody is there any more
+        data += more
     job: Job = json.loads(data)
     return job
 
@@ -97,7 +107,7 @@ def keep(job: Job) -> None:
         option(SUBREAPER, 1)
         program = job["source"].encode("utf-8", "replace")
         if job["level"] == "namespaces":
-            path = isolation().build_root(job["prefixes"], program)
+            path = isolation.build_root(job["prefixes"], program)
         else:
             path = os.path.join(job["folder"], "program.py")
             with open(path, "wb") as file:
@@ -125,7 +135,7 @@ def run_once(job: Job, path: str, text: str, number: int) -> dict[str, Any]:
     os.close(failed_write)
     failed = os.read(failed_read, 1000)
     status, reason = wait(child, job["limits"], out, err, job["level"] == "namespaces")
-    sweep(job)
+    ending.sweep(job)
     result = {
         "stdout": head(out, job["limits"]["output_bytes"]),
         "stderr": tail(err),
@@ -229,92 +239,9 @@ def resident_bytes() -> int:
     return 1024 * total
 
 
-def sweep(job: Job) -> None:
-    """Kill and reap all that the candidate started."""
-    if job["level"] == "namespaces":
-        kill_all()  # all of the PID namespace but its first process, which is the caller
-    elif job["user"] != os.geteuid():
-        as_user(job["user"], kill_all)
-    else:
-        kill_descendants()
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.waitpid(-1, 0)
-
-
-def kill_all() -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)
-
-
-def as_user(user: int, act: Callable[[], None]) -> None:
-    """In a child with that user id, since kill(-1) reaches all that its caller may signal."""
-    child = os.fork()
-    if child == 0:
-        os.setuid(user)
-        act()
-        os._exit(0)
-    os.waitpid(child, 0)
-
-
-def kill_descendants() -> None:
-    """Stop them all before the first is killed: what is stopped starts no new ones."""
-    while running := descendants():
-        stopped: set[int] = set()
-        while new := descendants() - stopped:
-            for pid in new:
-                send(pid, signal.SIGSTOP)
-            stopped |= new
-        for pid in running | stopped:
-            send(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-
-
-def descendants() -> set[int]:
-    """Processes below this one, without those that ended."""
-    parents: dict[int, int] = {}
-    for name in os.listdir("/proc") if LINUX else ():
-        if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
-                state, parent = file.read().rpartition(")")[2].split()[:2]
-                if state != "Z":
-                    parents[int(name)] = int(parent)
-    found, grown = {os.getpid()}, True
-    while grown:
-        more = {pid for pid, parent in parents.items() if parent in found} - found
-        found, grown = found | more, bool(more)
-    return found - {os.getpid()}
-
-
-def threads_of(user: int) -> int:
-    total = 0
-    for name in os.listdir("/proc") if LINUX else ():
-        if name.isdigit():
-            with contextlib.suppress(OSError):
-                if os.stat(f"/proc/{name}").st_uid == user:
-                    total += len(os.listdir(f"/proc/{name}/task"))
-    return total
-
-
-def remove_leftovers(job: Job) -> None:
-    """The working folder, and what a user of its own left in folders where everybody may write."""
-    if job["user"] == os.geteuid():
-        return
-    import shutil  # slow to import, and needed here only
-
-    shutil.rmtree(job["folder"], ignore_errors=True)
-    for place in WORLD_WRITABLE:
-        for entry in os.scandir(place) if os.path.isdir(place) else ():
-            with contextlib.suppress(OSError):
-                if entry.stat(follow_symlinks=False).st_uid == job["user"]:
-                    shutil.rmtree(entry) if entry.is_dir(follow_symlinks=False) else os.unlink(entry)
-
-
 def make_folder(job: Job, number: int) -> str:
     if job["level"] == "namespaces":
-        return str(isolation().fresh_folder(job["user"], job["group"], job["limits"]["file_bytes"]))
+        return isolation.fresh_folder(job["user"], job["group"], job["limits"]["file_bytes"])
     path = os.path.join(job["folder"], str(number))
     os.mkdir(path, 0o700)
     os.chown(path, job["user"], job["group"])
@@ -341,11 +268,6 @@ def tail(descriptor: int) -> str:
     return os.read(descriptor, ERROR_TAIL).decode("utf-8", "replace")
 
 
-def send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
-
-
 def say(result: dict[str, Any]) -> None:
     data = json.dumps(result).encode() + b"\n"
     while data:
@@ -354,22 +276,10 @@ def say(result: dict[str, Any]) -> None:
 
 def option(number: int, value: int) -> None:
     if LINUX:
-        isolation().set_process_option(number, value)
-
-
-def isolation() -> Any:
-    return sys.modules["isolation"]
+        isolation.set_process_option(number, value)
 
 
 if __name__ == "__main__":
-    if LINUX:  # loaded by its path: the package above it must not be imported here
-        import importlib.util
-
-        place = os.path.join(os.path.dirname(os.path.abspath(__file__)), "isolation.py")
-        spec = importlib.util.spec_from_file_location("isolation", place)
-        assert spec is not None and spec.loader is not None
-        sys.modules["isolation"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["isolation"])
     try:
         main()
     except BaseException as error:

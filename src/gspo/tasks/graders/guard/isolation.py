@@ -1,4 +1,4 @@
-"""Linux namespaces for ``supervise.py``: a file system of its own, no network, no other processes. Standard library only.
+"""Linux namespaces: a file system of its own, no network, no other processes.
 
 The candidate sees system libraries and the Python installation, both read-only, and one empty folder in memory.
 """

@@ -53,8 +53,8 @@ class TaskConfig:
     streaming: bool = False
     """Read an hf: data set as it is used instead of whole; shuffled within blocks of 1,024 rows."""
     reward: tuple[str, ...] = ()
-    """Reward functions, each 'module:function', 'file.py:function' or a ready-made one (docs/rewards.md). Empty: the
-    ones that come with the prompts."""
+    """Reward functions, each 'module:function', 'file.py:function' or a ready-made one (docs/rewards.md): math, exact,
+    text, number, choice, format, json, code, overlong, length. Empty: the ones that come with the prompts."""
     reward_weights: tuple[float, ...] = ()
     """One weight for each reward function; the reward is the weighted sum. Empty: 1 each."""
     reward_timeout: float = 60.0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError
+from gspo.tasks import graders
 
 RewardFunction = Callable[..., Any]
 
@@ -19,7 +20,7 @@ READY: Mapping[str, str] = {
     "overlong": "gspo.tasks.shaping:overlong",
     "length": "gspo.tasks.shaping:length",
 }
-"""Reward functions that come with gspo: short name -> 'module:function', imported when one is asked for."""
+"""Length rewards that come with gspo: short name -> 'module:function', imported when one is asked for."""
 
 PYTHON = "python:"
 """What stands in a config for something that was given from Python and has no name: ``python:WHAT``."""
@@ -30,10 +31,13 @@ def load_reward(name: str) -> RewardFunction:
 
     Modules are also looked for in the current directory. Raises ConfigError saying what was looked for and where.
     """
+    if name in graders.GRADERS:
+        return graders.find(name)
     spec = READY.get(name, name)
     module_name, colon, attribute = spec.rpartition(":")
     if not colon or not module_name or not attribute:
-        near = difflib.get_close_matches(name, READY, 1) or sorted(READY)
+        ready = [*graders.GRADERS, *READY]
+        near = difflib.get_close_matches(name, ready, 1) or ready
         raise ConfigError(
             f"task.reward: {name!r} must be 'module:function', 'file.py:function', or a ready-made one: "
             f"{', '.join(near)}."

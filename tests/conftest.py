@@ -9,11 +9,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hypothesis import settings
 
 from gspo.config import ModelConfig
 from gspo.policy.load import Policy, load_policy
 
 torch.set_num_threads(1)
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture

@@ -37,10 +37,10 @@ def load_reward(name: str) -> RewardFunction:
     module_name, colon, attribute = spec.rpartition(":")
     if not colon or not module_name or not attribute:
         ready = [*graders.GRADERS, *READY]
-        near = difflib.get_close_matches(name, ready, 1) or ready
+        near = difflib.get_close_matches(name, ready, 1)
         raise ConfigError(
             f"task.reward: {name!r} must be 'module:function', 'file.py:function', or a ready-made one: "
-            f"{', '.join(near)}."
+            f"{', '.join(ready)}." + (f" Did you mean {near[0]!r}?" if near else "")
         )
     if spec.startswith(PYTHON):
         raise ConfigError(

@@ -117,7 +117,7 @@ def test_number() -> None:
 
 @given(st.fractions(max_denominator=1000), anything)
 def test_a_number_is_read_back(value: Fraction, before: str) -> None:
-    assert last_number(f"{before} {value}") == value
+    assert last_number(f"{before}: {value}") == value
 
 
 @pytest.mark.parametrize(

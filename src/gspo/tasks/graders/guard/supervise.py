@@ -200,9 +200,10 @@ def wait(child: int, limits: Job, out: int, err: int, alone: bool) -> tuple[int 
     pause, check = 0.0005, 0.0
     while True:
         with contextlib.suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            while (found := os.wait4(-1, os.WNOHANG))[0]:
                 if found[0] == child:
-                    return found[1], ended_by(found[1], limits, out, err)
+                    used = found[2].ru_utime + found[2].ru_stime
+                    return found[1], ended_by(found[1], used, limits, out, err)
         now = time.monotonic()
         if now > end:
             return None, "time"
@@ -216,12 +217,12 @@ def wait(child: int, limits: Job, out: int, err: int, alone: bool) -> tuple[int 
         pause = min(2 * pause, 0.01)
 
 
-def ended_by(status: int, limits: Job, out: int, err: int) -> str:
+def ended_by(status: int, cpu_seconds: float, limits: Job, out: int, err: int) -> str:
     if too_much(out, err, limits):
         return "output"
     code = os.waitstatus_to_exitcode(status)
-    if code == -signal.SIGXCPU:
-        return "time"
+    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_seconds >= limits["cpu_seconds"]):
+        return "time"  # the second signal comes to those that ignore the first
     return "output" if code == -signal.SIGXFSZ else ""
 
 

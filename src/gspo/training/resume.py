@@ -20,6 +20,7 @@ MAY_CHANGE = (
     "eval.",
     "engine.",
     "track.",
+    "coldstart.",
     "run.name",
     "run.directory",
     "run.iterations",

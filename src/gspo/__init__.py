@@ -14,6 +14,7 @@ _PUBLIC = {
     "Config": "gspo.config",
     "GspoError": "gspo.errors",
     "train": "gspo.training.loop",
+    "coldstart": "gspo.training.coldstart",
     "evaluate": "gspo.evaluation.run",
     "sample": "gspo.evaluation.run",
 }

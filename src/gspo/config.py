@@ -164,6 +164,24 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class ColdstartConfig:
+    steps: int = 300
+    """Optimizer steps of ``gspo coldstart``: supervised fine-tuning on worked solutions, before any reward."""
+    batch_size: int = 32
+    """Solutions a step."""
+    learning_rate: float = 3e-3
+    """Peak learning rate: up over a tenth of the steps, then down to 0 along a cosine. For tiny models from random
+    weights; about 1e-5 for a real one."""
+    noise: float = 0.0
+    """Share of the solutions' tokens replaced by others of the same solution. A few percent keep the model unsure, so
+    that sampled answers differ and reinforcement learning has something to compare."""
+    router_aux_weight: float = 0.01
+    """Mixture of experts: weight of the routers' load-balancing loss."""
+    solution_column: str = "solution"
+    """Column with the worked solution, as the model should write it."""
+
+
+@dataclass(frozen=True)
 class BatchConfig:
     max_tokens: int = 2048
     """Most tokens in one forward pass. Bounds memory; does not change the gradient."""
@@ -208,6 +226,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    coldstart: ColdstartConfig = field(default_factory=ColdstartConfig)
     run: RunConfig = field(default_factory=RunConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
 
@@ -311,7 +330,9 @@ def _reject_unknown_keys(data: Mapping[str, Any], where: str) -> None:
         for key in values:
             dotted = f"{section}.{key}"
             if dotted not in known:
-                elsewhere = [name for name in known if name.partition(".")[2] == str(key).replace("-", "_")]
+                meant = str(key).replace("-", "_")
+                same_section = [name for name in known if name == f"{section}.{meant}"]
+                elsewhere = same_section or [name for name in known if name.partition(".")[2] == meant]
                 near = elsewhere or difflib.get_close_matches(dotted, known, 1, 0.0)
                 raise ConfigError(f"{where}: there is no key '{dotted}'." + _hint(near))
 
@@ -365,6 +386,7 @@ def _check_ranges(config: Config) -> None:
         "engine.max_batch": 1, "algorithm.updates_per_rollout": 1, "algorithm.kl_weight": 0,
         "algorithm.router_aux_weight": 0,
         "optimizer.learning_rate": 0, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
+        "coldstart.steps": 1, "coldstart.batch_size": 1, "coldstart.learning_rate": 0, "coldstart.router_aux_weight": 0,
         "batch.max_tokens": 1, "batch.vocab_chunk": 1, "run.iterations": 0, "run.seed": 0,
         "run.checkpoint_every": 0, "run.keep": 1,
     }  # fmt: skip
@@ -378,6 +400,8 @@ def _check_ranges(config: Config) -> None:
     for beta in config.optimizer.betas:
         if not 0 <= beta < 1:
             raise ConfigError(f"optimizer.betas must be at least 0 and below 1, found {beta}.")
+    if not 0 <= config.coldstart.noise < 1:
+        raise ConfigError(f"coldstart.noise is a share, at least 0 and below 1, found {config.coldstart.noise}.")
     _check_rollout(config)
     _check_algorithm(config)
     weights, functions = config.task.reward_weights, config.task.reward

@@ -16,6 +16,7 @@ VERBS = {
     "eval": "measure a model on held-out prompts",
     "sample": "show answers of a model",
     "doctor": "check a run before hours are spent on it",
+    "coldstart": "fine-tune a model on worked solutions before training",
     "export": "write a run's policy as a Hugging Face folder",
 }
 
@@ -23,7 +24,7 @@ USAGE = f"""gspo {gspo.__version__}: train language models with Group Sequence P
 
 usage: gspo VERB CONFIG.toml [--section.key VALUE ...]
 
-{chr(10).join(f"  {verb:<8}{text}" for verb, text in VERBS.items())}
+{chr(10).join(f"  {verb:<10}{text}" for verb, text in VERBS.items())}
 
   gspo VERB --help lists every setting; flags are named like the keys of the config file.
   --traceback (or GSPO_TRACEBACK=1) shows where in the code an error came from.

@@ -99,7 +99,7 @@ def load_policy(config: ModelConfig) -> Policy:
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if config.path in tiny.BUILDERS:
+    if tiny.size(config.path):
         model, tokenizer = tiny.build(config.path)
     else:
         model, tokenizer = _load(config)

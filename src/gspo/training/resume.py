@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "task.reward_timeout",
     "task.reward_workers",
     "task.on_reward_error",
+    "coldstart.",
     "run.name",
     "run.directory",
     "run.iterations",

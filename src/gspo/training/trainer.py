@@ -112,7 +112,7 @@ class Trainer:
         """
         results: dict[int, RowResult] = {}
         total = 0.0
-        balance = _Balance(self, step, means) if self.config.algorithm.router_aux_weight > 0 else None
+        balance = Balance(self, step, means) if self.config.algorithm.router_aux_weight > 0 else None
         for batch in step.batches:
             scored = self.score(batch, router_logits=balance is not None)
             now = scored.logprobs.detach()
@@ -292,7 +292,7 @@ def _routings(batch: PackedBatch) -> list[Routing | None]:
     return [Routing(prompt, experts[rows.numpy()]) for prompt, rows in zip(prompts, index, strict=True)]
 
 
-class _Balance:
+class Balance:
     """The routers' load-balancing loss of one update, in parts that its passes add up.
 
     How often an expert is chosen counts over the whole update, so an update of several passes is first looked at

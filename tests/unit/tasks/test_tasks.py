@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,40 @@ def test_the_worked_solution_is_fully_right_and_junk_is_not(name: str) -> None:
     assert all(next(iter(score.terms.values())) == 0.0 and score.reward < 0.6 for score in junk)
     empty = suite.score(asked, [""] * 50, [[0]] * 50)
     assert all(score.reward == 0.0 for score in empty)
+
+
+@pytest.mark.parametrize(
+    ("name", "shortest", "longest"),
+    [("sort_letters", 8, 16), ("insertion_sort_long", 323, 859), ("repeated_addition_long", 359, 890)],
+)
+def test_how_long_answers_get(name: str, shortest: int, longest: int) -> None:
+    lengths = [len(prompt.columns["solution"]) for prompt in BuiltinSource(BUILTIN[name], 0).take(400)]
+    assert min(lengths) == shortest and max(lengths) == longest
+
+
+def test_worked_solutions_are_right_work() -> None:
+    """Checked by other means than the tasks use."""
+    for prompt in BuiltinSource(BUILTIN["insertion_sort_long"], 0).take(20):
+        given = prompt.columns["solution"].splitlines()
+        asked = str(prompt.content).split()[-1]
+        assert all(sorted(line) == list(line) and set(line) == set(asked[: n + 1]) for n, line in enumerate(given))
+    for prompt in BuiltinSource(BUILTIN["repeated_addition"], 0).take(20):
+        a, b = (int(word) for word in re.findall(r"\d+", str(prompt.content)))
+        rows = [line.split() for line in prompt.columns["solution"].splitlines()]
+        assert [int(count) for count, _ in rows] == list(range(1, b + 1)) and int(rows[-1][1]) == a * b
+        assert len({len(row[1]) for row in rows}) == 1
+
+
+def test_part_of_the_work_is_part_of_the_reward() -> None:
+    for name in ("insertion_sort", "repeated_addition"):
+        task, prompt = BUILTIN[name], BuiltinSource(BUILTIN[name], 0).take(1)[0]
+        lines = prompt.columns["solution"].splitlines()
+        wrong = [*lines[:3], lines[3][::-1] + "x", *lines[4:]]
+        found = RewardSuite(task.rewards, task.weights).score(
+            [prompt] * 2, ["\n".join(wrong), "\n".join(lines[:-1])], [[0]] * 2
+        )
+        assert [score.terms["right_lines"] for score in found] == [3 / len(lines), 1 - 1 / len(lines)]
+        assert [score.terms["correct"] for score in found] == [1.0, 0.0]
 
 
 def test_running_total_runs_to_hundreds_of_tokens() -> None:

@@ -86,6 +86,10 @@ ELSEWHERE = {
     "algorithm.correction_cap": "tests/unit/training/test_mismatch.py",
     "algorithm.routing_replay": "tests/unit/training/test_experts.py",
     "algorithm.router_aux_weight": "tests/unit/training/test_experts.py",
+    **{
+        f"coldstart.{key}": "tests/unit/training/test_coldstart.py"
+        for key in ("steps", "batch_size", "learning_rate", "noise", "router_aux_weight", "solution_column")
+    },
     "engine.max_batch": "tests/unit/engines/test_native.py",
     "batch.max_tokens": "tests/unit/training/test_work.py",
     "batch.vocab_chunk": "tests/unit/training/test_gradient.py",

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo.errors import ConfigError
-from gspo.tasks.builtin import addition, running_total, sort_words, vowels
+from gspo.tasks.builtin import (
+    addition,
+    insertion_sort,
+    repeated_addition,
+    running_total,
+    sort_letters,
+    sort_words,
+    vowels,
+)
+from gspo.tasks.builtin.lines import right_lines
 from gspo.tasks.functions import RewardFunction
 from gspo.types import Prompt
 
@@ -49,14 +58,22 @@ class BuiltinTask:
                 return problem
 
 
+def _worked(name: str, module: Any, fewest: int, most: int) -> BuiltinTask:
+    """Half of the reward is for the part of the work that is right: one slip in hundreds of tokens is common."""
+    return BuiltinTask(name, module.make(fewest, most), (module.correct, right_lines), (0.5, 0.5))
+
+
 BUILTIN: Mapping[str, BuiltinTask] = {
     task.name: task
     for task in (
         BuiltinTask("addition", addition.make, (addition.correct, addition.digits, addition.one_line), (0.7, 0.2, 0.1)),
         BuiltinTask("sort_words", sort_words.make, (sort_words.correct, sort_words.in_order), (0.7, 0.3)),
-        BuiltinTask(
-            "running_total", running_total.make, (running_total.correct, running_total.right_lines), (0.7, 0.3)
-        ),
+        BuiltinTask("sort_letters", sort_letters.make, (sort_letters.correct,), (1.0,)),
+        BuiltinTask("running_total", running_total.make, (running_total.correct, right_lines), (0.7, 0.3)),
+        _worked("insertion_sort", insertion_sort, 8, 14),
+        _worked("insertion_sort_long", insertion_sort, 24, 40),
+        _worked("repeated_addition", repeated_addition, 5, 15),
+        _worked("repeated_addition_long", repeated_addition, 40, 99),
         BuiltinTask("vowels", vowels.make, (vowels.correct, vowels.share), (0.2, 0.8)),
     )
 }

@@ -34,19 +34,3 @@ def correct(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list
     """1 if the last line that says 'Answer: N' has the right N."""
     found = [re.findall(r"^Answer:\s*(-?\d+)\s*$", text, re.MULTILINE) for text in completions]
     return [float(bool(numbers) and numbers[-1] == right) for numbers, right in zip(found, answer, strict=True)]
-
-
-def right_lines(completions: Sequence[str], solution: Sequence[str], **_: Any) -> list[float]:
-    """Share of the worked lines that are there, in order from the first, before the first wrong one."""
-    return [_right_lines(text, worked) for text, worked in zip(completions, solution, strict=True)]
-
-
-def _right_lines(text: str, worked: str) -> float:
-    expected = worked.splitlines()
-    found = [line.strip() for line in text.splitlines() if line.strip()]
-    right = 0
-    for line, wanted in zip(found, expected, strict=False):
-        if line != wanted:
-            break
-        right += 1
-    return right / len(expected)

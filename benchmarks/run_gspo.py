@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["fixed", "natural"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--max_tokens", type=int, default=900)
+    parser.add_argument("--old_logprobs", choices=["trainer", "engine"], default="trainer")
     options = parser.parse_args()
     scenario = SCENARIOS[options.scenario]
     config = Config().with_values(
@@ -88,6 +89,7 @@ def main() -> None:
             "optimizer.learning_rate": LEARNING_RATE,
             "batch.max_tokens": options.max_tokens,
             "model.dtype": options.dtype,
+            "algorithm.old_logprobs": options.old_logprobs,
             "run.iterations": 1000,
         }
     )
@@ -100,13 +102,13 @@ def main() -> None:
     system.task = replace(system.task, train=source, rewards=RewardSuite([correct], [1.0]))
     rows = []
     for number, case in enumerate(["fixed", *options.cases]):
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         chosen = fixed if case == "fixed" else system
-        iteration = Iteration(number + 1, collect(chosen, config, number + 1))
+        iteration = Iteration(number + 1, collect(chosen, config, number + 1), options.old_logprobs)
         metrics = run_iteration(iteration, trainer, publisher, config, lambda *_: None).metrics
         seconds = time.perf_counter() - start
         if number:
-            rows.append(record(case, metrics, seconds))
+            rows.append(record(case, metrics, seconds) | {"cpu_seconds": time.process_time() - cpu})
     result = {"side": "gspo", "iterations": rows, "peak_memory_bytes": peak_memory_bytes()}
     result["limits"] = limits(system, config, scenario)
     print("RESULT " + json.dumps(result))

@@ -33,9 +33,9 @@ def load_reward(name: str) -> RewardFunction:
     spec = READY.get(name, name)
     module_name, colon, attribute = spec.rpartition(":")
     if not colon or not module_name or not attribute:
-        near = difflib.get_close_matches(name, READY, 1) or sorted(READY)
+        near = difflib.get_close_matches(name, READY) or sorted(READY)
         raise ConfigError(
-            f"task.reward: {name!r} must be 'module:function', 'file.py:function', or a ready-made one: "
+            f"task.reward: {name!r} must be 'module:function' or 'file.py:function'. Ready-made ones are: "
             f"{', '.join(near)}."
         )
     if spec.startswith(PYTHON):

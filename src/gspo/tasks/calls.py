@@ -46,8 +46,10 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         text = "".join(traceback.format_exception(error))
-        summary = f"raised {type(error).__name__}: {error}"
-        return cls("raised", summary[:MOST_SUMMARY], text[-MOST_TRACEBACK:])
+        if len(text) > MOST_TRACEBACK:
+            text = f"{text[: MOST_TRACEBACK // 2]}\n ...\n{text[-MOST_TRACEBACK // 2 :]}"
+        summary = " ".join(f"raised {type(error).__name__}: {error}"[:MOST_SUMMARY].split())
+        return cls("raised", summary.rstrip(".:"), text)
 
 
 def arguments(prompts: Sequence[Prompt], texts: Sequence[str], token_ids: Sequence[Sequence[int]]) -> Arguments:

@@ -14,6 +14,9 @@ _PUBLIC = {
     "Config": "gspo.config",
     "GspoError": "gspo.errors",
     "train": "gspo.training.loop",
+    "GSPOTrainer": "gspo.training.gspo_trainer",
+    "Callback": "gspo.training.callbacks",
+    "PlainView": "gspo.cli.live",
     "evaluate": "gspo.evaluation.run",
     "sample": "gspo.evaluation.run",
 }

@@ -15,6 +15,9 @@ _PUBLIC = {
     "GspoError": "gspo.errors",
     "train": "gspo.training.loop",
     "coldstart": "gspo.training.coldstart",
+    "GSPOTrainer": "gspo.training.gspo_trainer",
+    "Callback": "gspo.training.callbacks",
+    "PlainView": "gspo.cli.live",
     "evaluate": "gspo.evaluation.run",
     "sample": "gspo.evaluation.run",
 }

@@ -25,6 +25,8 @@ WIDTHS = {
     "rollout tok/s": 4, "update tok/s": 4,
 }  # fmt: skip
 """Characters of a figure in a plain line, so that lines stand in columns."""
+SLOW_SECONDS = 5.0
+"""Scoring that takes longer is spoken of."""
 
 
 class View(Callback):
@@ -36,6 +38,7 @@ class View(Callback):
         self.evals: list[Mapping[str, Any]] = []
         self.started = time.monotonic()
         self.iterations_done = 0
+        self.scoring_since: float | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -75,6 +78,15 @@ class View(Callback):
         if self.run:
             self.say(f"{reason} in {clock(time.monotonic() - self.started)}: {self.run.directory}")
 
+    def seconds_scoring(self, stage: str, done: int, total: int) -> float:
+        """How long the reward functions have been at it; 0 when they begin, end or are not running."""
+        now = time.monotonic()
+        if stage != "reward" or done == total:
+            self.scoring_since = None
+            return 0.0
+        self.scoring_since = now if self.scoring_since is None else self.scoring_since
+        return now - self.scoring_since
+
     def seconds_left(self) -> float | None:
         """By the pace so far; None before the first iteration."""
         here = self.iterations_done - self.run.start_iteration if self.run else 0
@@ -86,6 +98,16 @@ class View(Callback):
 
 class PlainView(View):
     """One line an iteration, each figure named and in its column."""
+
+    next_line = SLOW_SECONDS
+
+    def on_progress(self, stage: str, done: int, total: int) -> None:
+        seconds = self.seconds_scoring(stage, done, total)
+        if not seconds:
+            self.next_line = SLOW_SECONDS
+        elif seconds >= self.next_line and done < total:
+            self.say(f"      rewards: {done} of {total} answers scored after {clock(seconds)}")
+            self.next_line = 2 * seconds
 
     def on_iteration(self, metrics: Mapping[str, Any], groups: Sequence[RolloutGroup]) -> None:
         super().on_iteration(metrics, groups)
@@ -138,7 +160,9 @@ class LiveView(View):
         self.bar.update(self.whole, total=run.config.run.iterations, completed=run.start_iteration, visible=True)
 
     def on_progress(self, stage: str, done: int, total: int) -> None:
-        self.bar.update(self.piece, description=f"  {stage}", completed=done, total=total, timed=False)
+        seconds = self.seconds_scoring(stage, done, total)
+        spent = f"for {clock(seconds)}" if seconds >= SLOW_SECONDS else ""
+        self.bar.update(self.piece, description=f"  {stage}", completed=done, total=total, timed=False, left=spent)
 
     def on_iteration(self, metrics: Mapping[str, Any], groups: Sequence[RolloutGroup]) -> None:
         super().on_iteration(metrics, groups)

@@ -103,16 +103,21 @@ def load_policy(config: ModelConfig) -> Policy:
         model, tokenizer = tiny.build(config.path)
     else:
         model, tokenizer = _load(config)
+    return as_policy(model, tokenizer, config.path)
+
+
+def as_policy(model: Any, tokenizer: Any, name: str) -> Policy:
+    """A loaded transformers causal LM and its tokenizer as a Policy: the same objects, in float32, ready to train."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # never used to tell padding from content: masks do that
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model.to("cuda" if torch.cuda.is_available() else "cpu", dtype=torch.float32)
     model.eval()
     # No pass has padding, so a pad token inside a text is content: with an index here its embedding would never learn.
     model.get_input_embeddings().padding_idx = None
     if not torch.cuda.is_available():
         lean(model)
         keep_freed_memory()
-    return Policy(model, tokenizer, config.path, torch.float32)
+    return Policy(model, tokenizer, name, torch.float32)
 
 
 def resolve_dtype(name: str) -> torch.dtype:

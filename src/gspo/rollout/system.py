@@ -35,10 +35,10 @@ class System:
         return Sampling(config.rollout.max_tokens, temperature, self.chat.end_token_ids, should_stop)
 
 
-def load_system(config: Config) -> System:
-    """Load everything; raises ConfigError, DataError or RewardError before any work is lost."""
-    task = load_task(config)
-    policy = load_policy(config.model)
+def load_system(config: Config, *, task: Task | None = None, policy: Policy | None = None) -> System:
+    """Load everything (but what is given); raises ConfigError, DataError or RewardError before any work is lost."""
+    task = task or load_task(config)
+    policy = policy or load_policy(config.model)
     moe.check_settings(policy, config.algorithm)
     policy.recompute = config.batch.recompute_activations
     check_recompute(policy)

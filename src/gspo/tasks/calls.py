@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import math
@@ -11,11 +10,14 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gspo.errors import RewardError
 from gspo.tasks.functions import RewardFunction
 from gspo.types import Prompt
+
+if TYPE_CHECKING:
+    import asyncio
 
 FIXED = ("prompts", "completions", "completion_ids")
 """Arguments that every call has; the others are columns."""
@@ -44,8 +46,10 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         text = "".join(traceback.format_exception(error))
-        summary = f"raised {type(error).__name__}: {error}"
-        return cls("raised", summary[:MOST_SUMMARY], text[-MOST_TRACEBACK:])
+        if len(text) > MOST_TRACEBACK:
+            text = f"{text[: MOST_TRACEBACK // 2]}\n ...\n{text[-MOST_TRACEBACK // 2 :]}"
+        summary = " ".join(f"raised {type(error).__name__}: {error}"[:MOST_SUMMARY].split())
+        return cls("raised", summary.rstrip(".:"), text)
 
 
 def arguments(prompts: Sequence[Prompt], texts: Sequence[str], token_ids: Sequence[Sequence[int]]) -> Arguments:
@@ -132,6 +136,7 @@ def _value(name: str, value: Any, prompt_id: str) -> float | None:
 
 def _wait(awaitable: Any, timeout: float | None) -> Any:
     """The result of a coroutine, run on a loop that outlives the call: clients that it made stay usable."""
+    import asyncio  # 90 ms that a process for plain functions does not need
 
     async def result() -> Any:
         try:
@@ -147,6 +152,8 @@ def _wait(awaitable: Any, timeout: float | None) -> Any:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
+    import asyncio
+
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="gspo-rewards", daemon=True).start()
     return loop

@@ -74,7 +74,7 @@ def load_task(
     """
     spec = config.task.prompts
     _check_order(config)
-    given = _heldout(config) if config.eval.prompts else None
+    given = _heldout(config) if config.eval.prompts and heldout_rows is None else None
     if heldout_rows is not None:
         given = tuple(_from_python(heldout_rows, config)[: config.eval.num_prompts])
     if rows is not None:

@@ -47,11 +47,13 @@ class RunResult:
     metrics: list[dict[str, Any]] = field(default_factory=list)
 
 
-def train(config: Config, *, resume: str | None = None, callbacks: Sequence[Callback] = ()) -> RunResult:
+def train(
+    config: Config, *, resume: str | None = None, callbacks: Sequence[Callback] = (), system: System | None = None
+) -> RunResult:
     """Train ``config.model`` on ``config.task`` with GSPO and write everything to the run directory.
 
     ``resume``: go on with that run (its folder, its name, or 'auto' for the newest of this name, else a new one) from
-    its newest whole checkpoint, as if it had never stopped.
+    its newest whole checkpoint, as if it had never stopped. ``system``: of ``load_system``, when that is done already.
 
     Raises ConfigError, DataError, RewardError or CheckpointError before anything is trained when the run cannot start;
     later EngineError, RewardError, WeightSyncError, DivergenceError or CheckpointError. Ctrl-C or SIGTERM finishes the
@@ -60,7 +62,7 @@ def train(config: Config, *, resume: str | None = None, callbacks: Sequence[Call
     config = config.resolved()
     point = find_resume_point(config, resume) if resume else None
     torch.manual_seed(config.run.seed)
-    system = load_system(config)
+    system = system or load_system(config)
     directory = point.directory if point else RunDirectory.create(config.run.directory, config.run.name or "run")
     return _Run(config, system, directory, callbacks, point).train()
 

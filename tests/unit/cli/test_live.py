@@ -155,6 +155,28 @@ def test_a_resumed_run_keeps_its_own_pace(still_clock: list[float]) -> None:
     assert view.seconds_left() == pytest.approx(70.0)
 
 
+def test_slow_scoring_is_spoken_of_and_quick_scoring_is_not(still_clock: list[float]) -> None:
+    """At 5 s and then when the time has doubled; each iteration counts for itself."""
+    output = io.StringIO()
+    view, drawn = PlainView(Console(file=output)), LiveView(Console(file=io.StringIO(), width=100))
+    seen = []
+    for start in (100, 200):
+        for second in range(24):
+            still_clock[0] = start + float(second)
+            view.on_progress("reward", second, 64)
+            drawn.on_progress("reward", second, 64)
+            seen.append("for 0:0" in picture(drawn))
+        view.on_progress("reward", 64, 64)
+        drawn.on_progress("reward", 64, 64)
+        view.on_progress("update", 1, 4)
+    still_clock[0] = 300.0
+    for done in (0, 64):
+        view.on_progress("reward", done, 64)
+    said = [line.strip() for line in output.getvalue().splitlines()]
+    assert said == [f"rewards: {n} of 64 answers scored after 0:{n:02}" for n in (5, 10, 20)] * 2
+    assert seen[:5] == [False] * 5 and all(seen[5:10])
+
+
 def test_small_pieces() -> None:
     assert [clock(s) for s in (None, 0, 65.9, 3723)] == ["-", "0:00", "1:05", "1:02:03"]
     assert sparkline([]) == "" and sparkline([1.0, 1.0]) == "▁▁" and sparkline([0.0, 7.0, 3.0], 2) == "█▁"

@@ -16,6 +16,7 @@ WORDS_AND_VALUE: dict[str, tuple[str, object]] = {
     "model.dtype": ("float32", "float32"),
     "model.attention": ("plain", "plain"),
     "task.reward": ("a:f b:g", ("a:f", "b:g")),
+    "task.on_reward_error": ("unscored", "unscored"),
     "task.reward_weights": ("0.5 2", (0.5, 2.0)),
     "task.on_reward_error": ("unscored", "unscored"),
     "eval.samples": ("2", 2),

@@ -18,7 +18,6 @@ WORDS_AND_VALUE: dict[str, tuple[str, object]] = {
     "task.reward": ("a:f b:g", ("a:f", "b:g")),
     "task.on_reward_error": ("unscored", "unscored"),
     "task.reward_weights": ("0.5 2", (0.5, 2.0)),
-    "task.on_reward_error": ("unscored", "unscored"),
     "eval.samples": ("2", 2),
     "rollout.top_p": ("1.0", 1.0),
     "rollout.top_k": ("0", 0),

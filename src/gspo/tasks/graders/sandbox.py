@@ -83,10 +83,10 @@ def run(source: str, inputs: Sequence[str], limits: Limits | None = None, level:
     level = level or best_level()
     token = f"gspo-{secrets.token_hex(8)}"
     with tempfile.TemporaryDirectory(prefix=f"{token}-") if level != "namespaces" else _nothing() as folder:
-        guard = _start(_job(source, inputs, limits, level, token, folder))
+        guard, received = _start(_job(source, inputs, limits, level, token, folder)), bytearray()
         try:
             for _ in inputs:
-                yield _read(guard, limits.seconds + SPARE_SECONDS)
+                yield _read(guard, received, limits.seconds + SPARE_SECONDS)
         finally:
             _end(guard)
             if level == "plain":
@@ -156,18 +156,21 @@ def _write(stream: Any, data: bytes) -> None:
         view = view[stream.write(view) :]
 
 
-def _read(guard: subprocess.Popen[bytes], seconds: float) -> Run:
-    """The next run's result. A guard that is late or gone was killed by the program: that ends the run."""
+def _read(guard: subprocess.Popen[bytes], received: bytearray, seconds: float) -> Run:
+    """The next run's result; ``received`` holds what came with the one before. A guard that is late or gone was killed
+    by the program: that ends the run."""
     assert guard.stdout is not None
-    line, end = bytearray(), time.monotonic() + seconds
+    end = time.monotonic() + seconds
     with selectors.DefaultSelector() as ready:
         ready.register(guard.stdout, selectors.EVENT_READ)
-        while not line.endswith(b"\n"):
+        while b"\n" not in received:
             if not ready.select(max(0.0, end - time.monotonic())):
                 return Run("", "", None, "time")
             if not (data := guard.stdout.read(2**16)):
                 return Run("", "", None, "killed")
-            line += data
+            received += data
+    line, _, rest = bytes(received).partition(b"\n")
+    received[:] = rest
     found = json.loads(line)
     if "error" in found:
         raise RewardError(f"The sandbox for candidate programs cannot be made here: {found['error']}.")

@@ -324,3 +324,14 @@ def test_the_weaker_level_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     monkeypatch.setattr(sandbox, "run", only_weak)
     assert best_level.__wrapped__() == ("user" if os.geteuid() == 0 else "plain")
     assert "with the network" in caplog.text
+
+
+def test_results_that_come_together_are_told_apart() -> None:
+    """The guard may be quicker than whoever reads its results."""
+    from gspo.tasks.graders.sandbox import run
+
+    ended = []
+    for result in run("print(input())", ["1", "2", "3", "4"]):
+        time.sleep(0.3)  # the next ones are ready meanwhile
+        ended.append(result.stdout)
+    assert ended == ["1\n", "2\n", "3\n", "4\n"]

@@ -19,6 +19,7 @@ from gspo import Callback, Config, GSPOTrainer, train
 from gspo.errors import ConfigError, DataError, Interrupted, RewardError
 from gspo.policy.tiny import build
 from gspo.training.loop import RunResult
+from tests.light_rewards import vowels
 
 ROWS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(30)]
 SMALL = {
@@ -29,10 +30,6 @@ SMALL = {
 SOURCE = (
     "def vowels(completions, answer, **_):\n    return [sum(map(text.count, 'aeiou')) / 6 for text in completions]\n"
 )
-
-
-def vowels(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    return [sum(map(text.count, "aeiou")) / 6 for text in completions]
 
 
 def small(folder: Path, **more: Any) -> dict[str, Any]:
@@ -70,7 +67,7 @@ def test_it_is_the_run_of_the_same_config(tmp_path: Path) -> None:
     assert stored.task.prompts == "python:rows" and stored.task.reward == ("python:vowels",)
     with pytest.raises(ConfigError, match=r"given to GSPOTrainer from Python"):
         train(stored)
-    assert Config.load(found[0].directory / "config.toml").task.reward == (f"{__name__}:vowels",)
+    assert Config.load(found[0].directory / "config.toml").task.reward == ("tests.light_rewards:vowels",)
 
 
 def test_a_config_file_and_a_dataset(tmp_path: Path) -> None:

@@ -9,14 +9,17 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gspo.errors import ConfigError, RewardError
+from gspo.errors import ConfigError, RewardError, brief, first_line
 from gspo.types import Prompt
 
 RewardFunction = Callable[..., Any]
+LARGEST = 1e30
+"""No score is larger; sums and squares of scores stay finite."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ class RewardSuite:
             returned = function(**accepted)
             if inspect.isawaitable(returned):
                 returned = _run(returned)
-        except Exception as error:  # whatever a user's function raises
-            raise RewardError(f"The reward function {name} raised {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:  # whatever a user's function raises
+            raise RewardError(f"The reward function {name} raised {type(error).__name__}: {first_line(error)}.") from error
         return _values(name, returned, prompts)
 
 
@@ -103,8 +106,10 @@ def _import_file(path: Path) -> Any:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's module runs here
-        raise ConfigError(f"task.reward: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # the user's module runs here
+        raise ConfigError(
+            f"task.reward: {path} cannot be imported: {type(error).__name__}: {first_line(error)}."
+        ) from error
     return module
 
 
@@ -117,8 +122,10 @@ def _import_module(name: str) -> Any:
         raise ConfigError(
             f"task.reward: there is no module {error.name!r} (looked for {name!r} in {here} and the environment)."
         ) from error
-    except Exception as error:  # the user's module runs here
-        raise ConfigError(f"task.reward: {name} cannot be imported: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # the user's module runs here
+        raise ConfigError(
+            f"task.reward: {name} cannot be imported: {type(error).__name__}: {first_line(error)}."
+        ) from error
     finally:
         sys.path.remove(here)
 
@@ -143,7 +150,10 @@ def _arguments(
 
 def _accepted(name: str, function: RewardFunction, arguments: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """The arguments a function declares; all of them when it takes **kwargs."""
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a built-in that does not say what it takes
+        return arguments
     missing = [
         p.name
         for p in parameters
@@ -164,12 +174,12 @@ _FIXED = ("prompts", "completions", "completion_ids")
 
 
 def _values(name: str, returned: Any, prompts: Sequence[Prompt]) -> list[float | None]:
-    if hasattr(returned, "tolist"):
+    with suppress(Exception):  # what cannot say its values is not a list of scores
         returned = returned.tolist()
     if not isinstance(returned, (list, tuple)):
         raise RewardError(
             f"The reward function {name} must return a list of {len(prompts)} numbers (or None), one for each "
-            f"completion; it returned a {type(returned).__name__}: {str(returned)[:60]}."
+            f"completion; it returned a {type(returned).__name__}: {brief(returned)}."
         )
     if len(returned) != len(prompts):
         raise RewardError(
@@ -180,16 +190,22 @@ def _values(name: str, returned: Any, prompts: Sequence[Prompt]) -> list[float |
 
 
 def _value(name: str, value: Any, prompt: Prompt) -> float | None:
-    if hasattr(value, "item"):
+    with suppress(Exception):  # scalars of numpy and torch
         value = value.item()
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    if value is None:
         return None
-    if not isinstance(value, (int, float)) or math.isinf(value):
+    number = math.inf
+    if isinstance(value, (int, float)):
+        with suppress(Exception):  # an integer beyond all floats
+            number = float(value)
+    if math.isnan(number):
+        return None
+    if not abs(number) < LARGEST:
         raise RewardError(
-            f"The reward function {name} gave {value!r} for an answer to prompt {prompt.prompt_id}; a score is a "
+            f"The reward function {name} gave {brief(value)} for an answer to prompt {prompt.prompt_id}; a score is a "
             "finite number, or None for unscored."
         )
-    return float(value)
+    return number
 
 
 def _run(awaitable: Any) -> Any:

@@ -7,6 +7,7 @@ documentation is generated from it. Defaults are the paper's where the paper giv
 from __future__ import annotations
 
 import difflib
+import functools
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -241,12 +242,12 @@ class Config:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, where: str = "config") -> Config:
         """Build from nested dictionaries (section -> key -> value); strict about keys and types."""
-        from pydantic import TypeAdapter, ValidationError  # 40 ms: only when a config is really read
+        from pydantic import ValidationError  # 40 ms: only when a config is really read
 
         _reject_unknown_keys(data, where)
         _reject_odd_values(data, where)
         try:
-            return TypeAdapter(cls).validate_python(_single_strings_as_lists(data))
+            return _adapter(cls).validate_python(_single_strings_as_lists(data))
         except ValidationError as error:
             problems = [_problem(item) for item in error.errors(include_url=False)]
             raise ConfigError(f"{where}: " + "; ".join(problems) + ".") from None
@@ -280,6 +281,23 @@ class Config:
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_toml(), encoding="utf-8")
+
+
+@functools.cache
+def _adapter(kind: type[Config]) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def as_path(text: str | Path) -> Path:
+    """A path that a user wrote, with ``~`` filled in. Raises ConfigError when that home is not known."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{brief(str(text))}: the home folder that ~ stands for is not known; write it out."
+        ) from None
 
 
 def known_keys() -> list[str]:
@@ -319,11 +337,11 @@ def _reject_odd_values(data: Mapping[str, Any], where: str) -> None:
                 if isinstance(item, bool) and not isinstance(default, bool):
                     raise ConfigError(f"{where}: {section}.{key} is not a switch, found {str(item).lower()}.")
                 if isinstance(item, int) and abs(item) >= 1 << 63:
-                    raise ConfigError(f"{where}: {section}.{key} is a number of more than 64 bits; give a smaller one.")
+                    raise ConfigError(f"{where}: {section}.{key} has more than 64 bits; give a smaller number.")
                 if isinstance(item, str) and not _is_text(item):
                     raise ConfigError(
-                        f"{where}: {section}.{key} holds characters that are no text (a zero byte, or bytes that are not"
-                        f" UTF-8), found {brief(item)}."
+                        f"{where}: {section}.{key} holds what is no text (a zero byte, or bytes that are not UTF-8), "
+                        f"found {brief(item)}."
                     )
 
 
@@ -399,7 +417,7 @@ def _check_ranges(config: Config) -> None:
         )
     if config.run.name != Path(config.run.name).name or config.run.name == "..":
         raise ConfigError(
-            f"run.name must be the name of one folder, found {brief(config.run.name)}. Where it is made is run.directory."
+            f"run.name must be the name of one folder, found {brief(config.run.name)}. Where it lies is run.directory."
         )
     if not config.optimizer.max_grad_norm > 0:
         raise ConfigError(f"optimizer.max_grad_norm must be above 0, found {config.optimizer.max_grad_norm}.")

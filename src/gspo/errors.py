@@ -67,9 +67,10 @@ def brief(value: object, most: int = 60) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, on one line and without a stop at its end; its type when it says nothing. Never raises."""
+    """What an error says: its first line, printable, without a stop at the end; else its type. Never raises."""
     try:
         text = str(error).strip()
     except Exception:
         text = ""
-    return _ADDRESS.sub("", text.splitlines()[0].rstrip(". ") if text else type(error).__name__)
+    line = text.splitlines()[0].rstrip(". ") if text else type(error).__name__
+    return _ADDRESS.sub("", "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line))

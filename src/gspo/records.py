@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from gspo.config import as_path
 from gspo.errors import CheckpointError, ConfigError, DataError
 
 try:
@@ -43,7 +44,7 @@ class RunDirectory:
 
         Raises ConfigError when the folder cannot be written.
         """
-        parent = Path(parent).expanduser()
+        parent = as_path(parent)
         number = 1
         while True:
             path = parent / (name if number == 1 else f"{name}-{number}")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gspo.config import as_path
 from gspo.errors import ConfigError, RewardError, brief, first_line
 from gspo.types import Prompt
 
@@ -70,7 +71,9 @@ class RewardSuite:
             if inspect.isawaitable(returned):
                 returned = _run(returned)
         except (Exception, SystemExit) as error:  # whatever a user's function raises
-            raise RewardError(f"The reward function {name} raised {type(error).__name__}: {first_line(error)}.") from error
+            raise RewardError(
+                f"The reward function {name} raised {type(error).__name__}: {first_line(error)}."
+            ) from error
         return _values(name, returned, prompts)
 
 
@@ -82,9 +85,7 @@ def load_reward(spec: str) -> RewardFunction:
     module_name, colon, attribute = spec.rpartition(":")
     if not colon or not module_name or not attribute:
         raise ConfigError(f"task.reward: {spec!r} must be 'module:function' or 'file.py:function'.")
-    module = (
-        _import_file(Path(module_name).expanduser()) if module_name.endswith(".py") else _import_module(module_name)
-    )
+    module = _import_file(as_path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     function = getattr(module, attribute, None)
     if function is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

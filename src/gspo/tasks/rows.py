@@ -59,9 +59,7 @@ def prompt_from_row(row: Any, where: str, name: str, prompt_column: str = "promp
             raise DataError(f"{where}: the column {reserved!r} is reserved for what reward functions get; rename it.")
     content = plain(row[prompt_column], where, prompt_column)
     check_content(content, where, prompt_column)
-    columns = {
-        _key(key, where, key): plain(value, where, key) for key, value in row.items() if key != prompt_column
-    }
+    columns = {_key(key, where, key): plain(value, where, key) for key, value in row.items() if key != prompt_column}
     given = [columns[key] for key in ("prompt_id", "id") if columns.get(key) is not None]
     return Prompt(str(given[0] if given else name), content, columns)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from gspo.config import Config
-from gspo.errors import ConfigError
+from gspo.config import Config, as_path
+from gspo.errors import ConfigError, brief
 from gspo.tasks.builtin import BUILTIN, BuiltinSource, builtin, heldout_prompts
 from gspo.tasks.gym import GymSource, gym_task, score
 from gspo.tasks.hub import StreamSource, open_dataset, read_dataset, read_parquet
@@ -64,7 +64,7 @@ def load_task(config: Config) -> Task:
         rewards = RewardSuite(functions, config.task.reward_weights or (1.0,) * len(functions))
     if rewards is None:
         raise ConfigError(
-            f"task.prompts = {spec!r} comes without a way to score answers: set task.reward to a function, such as "
+            f"task.prompts = {brief(spec)} comes without a way to score answers: set task.reward to a function, such as "
             "'rewards.py:correct' (file and name) or 'package.module:correct'."
         )
     return Task(spec, train, heldout, rewards)
@@ -142,10 +142,10 @@ def _read(spec: str, key: str, config: Config) -> list[Prompt]:
     if spec.startswith("hf:"):
         return read_dataset(spec, column)
     if spec.endswith((".jsonl", ".json")):
-        return read_jsonl(Path(spec).expanduser(), column)
+        return read_jsonl(as_path(spec), column)
     if spec.endswith(".parquet"):
-        return read_parquet(Path(spec).expanduser(), column)
+        return read_parquet(as_path(spec), column)
     raise ConfigError(
-        f"{key} = {spec!r} is not a source of prompts. Give a .jsonl file (one JSON object a line, with a 'prompt'), a "
+        f"{key} = {brief(spec)} is not a source of prompts. Give a .jsonl file (one JSON object a line, with a 'prompt'), a "
         f".parquet file, hf:NAME[:SPLIT], reasoning-gym:TASK, or one of: {', '.join('builtin:' + n for n in BUILTIN)}."
     )

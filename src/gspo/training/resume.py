@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gspo.config import Config, known_keys
+from gspo.config import Config, as_path, known_keys
 from gspo.errors import CheckpointError
 from gspo.records import RunDirectory
 from gspo.training.checkpoint import Place, newest_whole, saved
@@ -50,7 +50,7 @@ def find_resume_point(config: Config, resume: str) -> ResumePoint | None:
     decides what is learned differs from the run's.
     """
     if resume == "auto":
-        folder = _newest_run(Path(config.run.directory).expanduser(), config.run.name or "run")
+        folder = _newest_run(as_path(config.run.directory), config.run.name or "run")
         if folder is None:
             return None
     else:
@@ -78,7 +78,7 @@ def run_folder(config: Config, name: str) -> Path:
     """A run given by its folder, or by its name under run.directory. Raises CheckpointError."""
     if not name.strip():
         raise CheckpointError("The name of the run is empty; give its folder or its name.")
-    candidates = [Path(name).expanduser(), Path(config.run.directory).expanduser() / name]
+    candidates = [as_path(name), as_path(config.run.directory) / name]
     for folder in candidates:
         if (folder / "config.toml").is_file():
             return folder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from gspo.config import Config, as_path
@@ -64,8 +63,8 @@ def load_task(config: Config) -> Task:
         rewards = RewardSuite(functions, config.task.reward_weights or (1.0,) * len(functions))
     if rewards is None:
         raise ConfigError(
-            f"task.prompts = {brief(spec)} comes without a way to score answers: set task.reward to a function, such as "
-            "'rewards.py:correct' (file and name) or 'package.module:correct'."
+            f"task.prompts = {brief(spec)} comes without a way to score answers: set task.reward to a function, such "
+            "as 'rewards.py:correct' (file and name) or 'package.module:correct'."
         )
     return Task(spec, train, heldout, rewards)
 
@@ -146,6 +145,6 @@ def _read(spec: str, key: str, config: Config) -> list[Prompt]:
     if spec.endswith(".parquet"):
         return read_parquet(as_path(spec), column)
     raise ConfigError(
-        f"{key} = {brief(spec)} is not a source of prompts. Give a .jsonl file (one JSON object a line, with a 'prompt'), a "
-        f".parquet file, hf:NAME[:SPLIT], reasoning-gym:TASK, or one of: {', '.join('builtin:' + n for n in BUILTIN)}."
+        f"{key} = {brief(spec)} is not a source of prompts. Give a .jsonl file (one JSON object a line, with a "
+        f"'prompt'), a .parquet file, hf:NAME[:SPLIT], reasoning-gym:TASK, or one of: {', '.join('builtin:' + n for n in BUILTIN)}."
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo.errors import ConfigError, DataError
+from gspo.errors import ConfigError, DataError, first_line
 from gspo.types import Prompt
 
 
@@ -56,7 +56,9 @@ class ChatFormat:
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False
             )
         except Exception as error:  # templates are programs that come with models and raise what they like
-            raise DataError(f"Prompt {prompt.prompt_id}: the model's chat template refuses it: {error}") from error
+            raise DataError(
+                f"Prompt {prompt.prompt_id}: the model's chat template refuses it: {first_line(error)}."
+            ) from error
         return self._one_bos(list(ids), prompt)
 
     def decode(self, token_ids: Sequence[int]) -> str:

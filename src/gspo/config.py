@@ -7,16 +7,23 @@ documentation is generated from it. Defaults are the paper's where the paper giv
 from __future__ import annotations
 
 import difflib
+import functools
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, brief
 
 Objective = Literal["gspo", "gspo_token", "grpo"]
 RoutingReplay = Literal["none", "old", "rollout"]
+
+LARGEST = 1e30
+"""Settings are below it: a number that float32 does not hold is no better than infinity."""
+
+MIN_TEMPERATURE = 1e-4
+"""Below it log-probs of the tempered distribution leave float32."""
 
 PAPER_CLIP: Mapping[str, tuple[float, float]] = {
     "gspo": (3e-4, 4e-4),
@@ -250,10 +257,10 @@ class Config:
         """Read a TOML file. Raises ConfigError for a missing file, broken TOML, unknown keys and wrong values."""
         path = Path(path)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
         except FileNotFoundError:
             raise ConfigError(f"Config file {path} does not exist.") from None
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"Config file {path} cannot be read: {error}.") from None
         return cls.from_toml(text, where=str(path))
 
@@ -261,18 +268,19 @@ class Config:
     def from_toml(cls, text: str, *, where: str = "config") -> Config:
         try:
             data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also numbers and nesting without end
             raise ConfigError(f"{where} is not valid TOML: {error}.") from None
         return cls.from_dict(data, where=where)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, where: str = "config") -> Config:
         """Build from nested dictionaries (section -> key -> value); strict about keys and types."""
-        from pydantic import TypeAdapter, ValidationError  # 40 ms: only when a config is really read
+        from pydantic import ValidationError  # 40 ms: only when a config is really read
 
         _reject_unknown_keys(data, where)
+        _reject_odd_values(data, where)
         try:
-            return TypeAdapter(cls).validate_python(_single_strings_as_lists(data))
+            return _adapter().validate_python(_single_strings_as_lists(data))
         except ValidationError as error:
             problems = [_problem(item) for item in error.errors(include_url=False)]
             raise ConfigError(f"{where}: " + "; ".join(problems) + ".") from None
@@ -308,6 +316,23 @@ class Config:
         Path(path).write_text(self.to_toml(), encoding="utf-8")
 
 
+@functools.cache
+def _adapter() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Config)
+
+
+def as_path(text: str | Path) -> Path:
+    """A path that a user wrote, with ``~`` filled in. Raises ConfigError when that home is not known."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{brief(str(text))}: the home folder that ~ stands for is not known; write it out."
+        ) from None
+
+
 def known_keys() -> list[str]:
     """Every 'section.key' there is, in order."""
     return [f"{section.name}.{item.name}" for section in fields(Config) for item in fields(_section_type(section.name))]
@@ -337,6 +362,32 @@ def _reject_unknown_keys(data: Mapping[str, Any], where: str) -> None:
                 raise ConfigError(f"{where}: there is no key '{dotted}'." + _hint(near))
 
 
+def _reject_odd_values(data: Mapping[str, Any], where: str) -> None:
+    """What a conversion would take for something else, or nothing later could use."""
+    defaults = asdict(Config())
+    for section, values in data.items():
+        for key, value in values.items():
+            default = defaults[section][key]
+            for item in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(item, bool) and not isinstance(default, bool):
+                    raise ConfigError(f"{where}: {section}.{key} is not a switch, found {str(item).lower()}.")
+                if isinstance(item, int) and abs(item) >= 1 << 63:
+                    raise ConfigError(f"{where}: {section}.{key} has more than 64 bits; give a smaller number.")
+                if isinstance(item, str) and not _is_text(item):
+                    raise ConfigError(
+                        f"{where}: {section}.{key} holds what is no text (a zero byte, or bytes that are not UTF-8), "
+                        f"found {brief(item)}."
+                    )
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in value
+
+
 def _single_strings_as_lists(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """``reward = "f.py:g"`` is as good as ``reward = ["f.py:g"]``."""
     defaults = asdict(Config())
@@ -357,7 +408,7 @@ def _problem(item: Any) -> str:
     location = ".".join(str(part) for part in item["loc"])
     if item["type"] == "value_error":
         return str(item["ctx"]["error"]).rstrip(".")
-    return f"{location or 'config'}: {item['msg']}, found {item['input']!r}"
+    return f"{location or 'config'}: {item['msg']}, found {brief(item['input'])}"
 
 
 def _toml_value(value: Any) -> str:
@@ -393,8 +444,18 @@ def _check_ranges(config: Config) -> None:
     for dotted, smallest in at_least.items():
         section, key = dotted.split(".")
         value = getattr(getattr(config, section), key)
-        if not smallest <= value < float("inf"):
-            raise ConfigError(f"{dotted} must be a finite number of at least {smallest}, found {value}.")
+        if not smallest <= value < (1 << 63 if isinstance(value, int) else LARGEST):
+            raise ConfigError(f"{dotted} must be a finite number of at least {smallest}, found {brief(value)}.")
+    if config.eval.num_prompts > 100_000:
+        raise ConfigError(f"eval.num_prompts must be at most 100000, found {config.eval.num_prompts}.")
+    if 0 < config.eval.temperature < MIN_TEMPERATURE:
+        raise ConfigError(
+            f"eval.temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, found {config.eval.temperature}."
+        )
+    if config.run.name != Path(config.run.name).name or config.run.name == "..":
+        raise ConfigError(
+            f"run.name must be the name of one folder, found {brief(config.run.name)}. Where it lies is run.directory."
+        )
     if not config.optimizer.max_grad_norm > 0:
         raise ConfigError(f"optimizer.max_grad_norm must be above 0, found {config.optimizer.max_grad_norm}.")
     for beta in config.optimizer.betas:
@@ -409,6 +470,8 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(
             f"task.reward_weights has {len(weights)} values for {len(functions)} reward functions; give one for each."
         )
+    if not all(abs(weight) < LARGEST for weight in weights):
+        raise ConfigError(f"task.reward_weights must be finite numbers, found {list(weights)}.")
     if config.track.kinds:
         raise ConfigError(
             f"track.kinds = {list(config.track.kinds)}: no tracker is available in this version. Remove it; "
@@ -425,10 +488,11 @@ def _check_rollout(config: Config) -> None:
             f"rollout.group_size must be at least 2, found {rollout.group_size}: the advantage compares an answer "
             "with the others of its group, so a group of one never has a signal. 8 is usual."
         )
-    if not 0 < rollout.temperature < float("inf"):
+    if not MIN_TEMPERATURE <= rollout.temperature < LARGEST:
         raise ConfigError(
-            f"rollout.temperature must be above 0 for training, found {rollout.temperature}: greedy answers of a "
-            "group are all the same and have no signal. Use eval.temperature = 0 for greedy evaluation."
+            f"rollout.temperature must be above 0 for training (at least {MIN_TEMPERATURE}), found "
+            f"{rollout.temperature}: greedy answers of a group are all the same and have no signal. Use "
+            "eval.temperature = 0 for greedy evaluation."
         )
     if rollout.top_p != 1.0 or rollout.top_k != 0:
         setting = f"rollout.top_p = {rollout.top_p}" if rollout.top_p != 1.0 else f"rollout.top_k = {rollout.top_k}"
@@ -451,11 +515,11 @@ def _check_rollout(config: Config) -> None:
 def _check_algorithm(config: Config) -> None:
     algorithm = config.algorithm
     for name, value in (("clip_low", config.clip[0]), ("clip_high", config.clip[1])):
-        if not 0 <= value < float("inf"):
+        if not 0 <= value < LARGEST:
             raise ConfigError(f"algorithm.{name} must be at least 0, found {value}.")
     if config.clip[0] >= 1:
         raise ConfigError(f"algorithm.clip_low must be below 1 (ratios are positive), found {config.clip[0]}.")
-    if not 1 < algorithm.correction_cap < float("inf"):
+    if not 1 < algorithm.correction_cap < LARGEST:
         raise ConfigError(f"algorithm.correction_cap must be above 1, found {algorithm.correction_cap}.")
     if algorithm.routing_replay == "old" and algorithm.old_logprobs == "engine":
         raise ConfigError(

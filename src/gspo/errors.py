@@ -5,6 +5,12 @@ the built-in exception it stands for, so ``except ValueError`` written against t
 The command line turns a ``GspoError`` into that sentence and an exit code; anything else is a bug of ours.
 """
 
+from __future__ import annotations
+
+import re
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
 
 class GspoError(Exception):
     """Base of all errors raised on purpose by gspo."""
@@ -48,3 +54,23 @@ class Interrupted(GspoError):
     def __init__(self, directory: object) -> None:
         super().__init__(f"Interrupted; everything up to here is saved in {directory}.")
         self.directory = directory
+
+
+def brief(value: object, most: int = 60) -> str:
+    """A value as a sentence shows it: its repr on one line, cut, without addresses. Never raises."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a __repr__ of the user's, a number too long to print, lists nested without end
+        text = f"a {type(value).__name__}"
+    text = _ADDRESS.sub("", text)
+    return text if len(text) <= most else text[: most - 4] + " ..."
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says: its first line, printable, without a stop at the end; else its type. Never raises."""
+    try:
+        text = str(error).strip()
+    except Exception:
+        text = ""
+    line = text.splitlines()[0].rstrip(". ") if text else type(error).__name__
+    return _ADDRESS.sub("", "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line))

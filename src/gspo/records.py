@@ -10,6 +10,7 @@ Strict JSON everywhere: NaN and infinities become null.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -19,7 +20,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from gspo.config import as_path
 from gspo.errors import CheckpointError, ConfigError, DataError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+ESCAPE = "backslashreplace"
+"""What UTF-8 has no bytes for (a file name that is not UTF-8, on the command line) becomes JSON's own escape."""
 
 
 class RunDirectory:
@@ -34,15 +44,18 @@ class RunDirectory:
 
         Raises ConfigError when the folder cannot be written.
         """
-        parent = Path(parent).expanduser()
+        parent = as_path(parent)
         number = 1
         while True:
             path = parent / (name if number == 1 else f"{name}-{number}")
             try:
                 path.mkdir(parents=True)
+                (path / "checkpoints").mkdir()
             except FileExistsError:
-                if parent.exists() and not parent.is_dir():
-                    raise ConfigError(f"run.directory: {parent} is a file, not a folder. Choose another one.") from None
+                if not os.path.lexists(path):  # what exists is above it: a file, or a link to nothing
+                    raise ConfigError(
+                        f"run.directory: {parent} is not a folder and cannot become one. Choose another one."
+                    ) from None
                 number += 1
                 continue
             except OSError as error:
@@ -50,15 +63,50 @@ class RunDirectory:
                     f"run.directory: the run folder {path} cannot be made: {error.strerror}. Choose a writable folder "
                     "with --run.directory."
                 ) from None
-            (path / "checkpoints").mkdir()
             return cls(path)
+
+    @contextmanager
+    def only_writer(self) -> Iterator[None]:
+        """Inside the block no other process writes here. Raises CheckpointError when one does.
+
+        The lock is the process's own: the system drops it with the process, and children do not inherit it.
+        """
+        if fcntl is None:
+            yield
+            return
+        with _disk_errors(self.path):
+            file = (self.path / ".lock").open("a+", encoding="utf-8")
+        with file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    file.seek(0)
+                    raise CheckpointError(
+                        f"{self.path} is being written by another run (process {file.read().strip() or 'unknown'}). "
+                        "Wait for it, stop it, or start a new run."
+                    ) from None  # other errors: a file system that knows no locks
+            with suppress(OSError):  # a full disk shows elsewhere
+                os.ftruncate(file.fileno(), 0)
+                os.write(file.fileno(), f"{os.getpid()}\n".encode())
+            yield
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
     def write_environment(self, facts: Mapping[str, Any]) -> None:
-        (self.path / "environment.json").write_text(to_json(facts, indent=2) + "\n", encoding="utf-8")
+        self._replace("environment.json", to_json(facts, indent=2) + "\n")
+
+    def write_config(self, toml: str) -> None:
+        self._replace("config.toml", toml)
+
+    def _replace(self, name: str, text: str) -> None:
+        """Old or new content, never half of one."""
+        partial = self.path / f"{name}.partial"
+        with _disk_errors(self.path / name):
+            partial.write_text(text, encoding="utf-8", errors=ESCAPE)
+            partial.replace(self.path / name)
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         _append(self.path / "metrics.jsonl", [line])
@@ -75,7 +123,7 @@ class RunDirectory:
         text = "".join(to_json(row) + "\n" for row in rows)
         with _disk_errors(self.path / name):
             (self.path / name).parent.mkdir(exist_ok=True)
-            (self.path / name).write_text(text, encoding="utf-8")
+            (self.path / name).write_text(text, encoding="utf-8", errors=ESCAPE)
 
     def cut_after(self, iteration: int) -> None:
         """Forget what was recorded of later iterations: a run that goes on from ``iteration`` makes them again."""
@@ -83,18 +131,17 @@ class RunDirectory:
             path = self.path / name
             if path.exists():
                 kept = [row for row in _whole_lines(path) if row["iteration"] <= iteration]
-                replacement = path.with_name(name + ".partial")
-                replacement.write_text("".join(to_json(row) + "\n" for row in kept), encoding="utf-8")
-                replacement.replace(path)
+                self._replace(name, "".join(to_json(row) + "\n" for row in kept))
         for folder in ("rollouts", "evals"):
             for path in (self.path / folder).glob("*.jsonl"):
-                if path.stem.isdigit() and int(path.stem) > iteration:
-                    path.unlink()
+                if path.stem.isdecimal() and int(path.stem) > iteration:
+                    with _disk_errors(path):
+                        path.unlink()
 
     def log(self, text: str) -> None:
         with (
             suppress(OSError),
-            (self.path / "log.txt").open("a", encoding="utf-8") as file,
+            (self.path / "log.txt").open("a", encoding="utf-8", errors=ESCAPE) as file,
         ):  # a full disk shows elsewhere
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
@@ -130,7 +177,7 @@ def _finite(value: Any) -> Any:
 
 def _append(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """One write, flushed to disk: a killed run leaves whole lines."""
-    with _disk_errors(path), path.open("a", encoding="utf-8") as file:
+    with _disk_errors(path), path.open("a", encoding="utf-8", errors=ESCAPE) as file:
         file.write("".join(to_json(line) + "\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())
@@ -148,13 +195,13 @@ def _disk_errors(path: Path) -> Iterator[None]:
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file whose last line may have been cut by a kill."""
+    """Rows of a file whose last line may have been cut by a kill, and that a hand may have been in."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("iteration"), int):
+                rows.append(row)
     return rows
 
 
@@ -163,7 +210,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    lines = path.read_text(encoding="utf-8").split("\n")  # and nowhere else: models write other ends of lines
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:

@@ -19,7 +19,7 @@ DESCRIPTION = (
 
 @dataclass(frozen=True)
 class TrainOptions:
-    resume: str = ""
+    resume: str | None = None
     """Go on with a run, by its folder or name, from its newest whole checkpoint. 'auto': the newest run of this name
     that has one, or a new run."""
     dry_run: Switch = False
@@ -40,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     view = LiveView() if sys.stdout.isatty() else PlainView()
     try:
         with view:
-            train(config, resume=options.resume or None, callbacks=[view])
+            train(config, resume=options.resume, callbacks=[view])
     except Interrupted:
         raise
     except Exception as error:

@@ -11,7 +11,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from gspo.config import PAPER_CLIP, Config
+from gspo.config import PAPER_CLIP, Config, as_path
 from gspo.doctor.finding import Finding, fail, ok, warn
 from gspo.metrics import Means
 from gspo.packing import Row, pack_step
@@ -70,7 +70,7 @@ def check_disk(config: Config, trainer: Trainer) -> Finding:
     """Can the run directory be written, and does it hold the checkpoints that will be there at one time?"""
     from gspo.training.checkpoint import bytes_needed
 
-    folder = Path(config.run.directory).expanduser()
+    folder = as_path(config.run.directory)
     existing = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK) or not _can_write(existing):
         return fail("disk", f"{existing} cannot be written", "Choose another run.directory.")

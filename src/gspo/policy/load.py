@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from gspo.config import ModelConfig
+from gspo.config import ModelConfig, as_path
 from gspo.errors import ConfigError
 from gspo.policy import attention, tiny
 from gspo.policy.lean import keep_freed_memory, lean
@@ -142,7 +142,7 @@ def _matmul_seconds(dtype: torch.dtype) -> float:
 
 
 def _load(config: ModelConfig) -> tuple[Any, Any]:
-    path = config.path
+    path = str(as_path(config.path)) if config.path.startswith("~") else config.path
     if path == SMOLLM2_NAME:
         folder: str = str(_converted(find_smollm2()))
     elif path.endswith(".gguf"):
@@ -152,7 +152,7 @@ def _load(config: ModelConfig) -> tuple[Any, Any]:
     else:
         folder = path
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local and not Path(folder).expanduser().is_dir():
+    if looks_local and not Path(folder).is_dir():
         raise ConfigError(
             f"model.path: there is no folder {path!r}. Give a folder with config.json and weights, a .gguf file, a hub "
             f"id such as 'Qwen/Qwen3-0.6B', {SMOLLM2_NAME!r}, {tiny.NAME!r} or {tiny.MOE_NAME!r}."

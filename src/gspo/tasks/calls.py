@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from gspo.errors import RewardError
+from gspo.config import LARGEST
+from gspo.errors import RewardError, brief, first_line
 from gspo.tasks.functions import RewardFunction
 from gspo.types import Prompt
 
@@ -48,7 +49,7 @@ class Failure:
         text = "".join(traceback.format_exception(error))
         if len(text) > MOST_TRACEBACK:
             text = f"{text[: MOST_TRACEBACK // 2]}\n ...\n{text[-MOST_TRACEBACK // 2 :]}"
-        summary = " ".join(f"raised {type(error).__name__}: {error}"[:MOST_SUMMARY].split())
+        summary = " ".join(f"raised {type(error).__name__}: {first_line(error)}"[:MOST_SUMMARY].split())
         return cls("raised", summary.rstrip(".:"), text)
 
 
@@ -90,7 +91,10 @@ def call(
 
 def _accepted(name: str, function: RewardFunction, given: Arguments, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments a function declares; all of them, without the settings it does not name, when it has **kwargs."""
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a built-in that does not say what it takes
+        return dict(given)
     declared = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     named = {key: value for key, value in settings.items() if key in declared and key not in given}
     missing = [p.name for p in parameters if p.name in declared and p.default is p.empty and p.name not in given]
@@ -106,12 +110,12 @@ def _accepted(name: str, function: RewardFunction, given: Arguments, settings: M
 
 
 def _values(name: str, returned: Any, prompt_ids: Sequence[str]) -> list[float | None]:
-    if hasattr(returned, "tolist"):
+    with suppress(Exception):  # what cannot say its values is not a list of scores
         returned = returned.tolist()
     if not isinstance(returned, (list, tuple)):
         raise RewardError(
             f"The reward function {name} must return a list of {len(prompt_ids)} numbers (or None), one for each "
-            f"completion; it returned a {type(returned).__name__}: {str(returned)[:60]}."
+            f"completion; it returned a {type(returned).__name__}: {brief(returned)}."
         )
     if len(returned) != len(prompt_ids):
         raise RewardError(
@@ -122,16 +126,22 @@ def _values(name: str, returned: Any, prompt_ids: Sequence[str]) -> list[float |
 
 
 def _value(name: str, value: Any, prompt_id: str) -> float | None:
-    if hasattr(value, "item"):
+    with suppress(Exception):  # scalars of numpy and torch
         value = value.item()
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    if value is None:
         return None
-    if not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+    number = math.inf
+    if isinstance(value, (int, float)):
+        with suppress(Exception):  # an integer beyond all floats
+            number = float(value)
+    if math.isnan(number):
+        return None
+    if not abs(number) < LARGEST:
         raise RewardError(
-            f"The reward function {name} gave {repr(value)[:60]} for an answer to prompt {prompt_id}; a score is a "
-            "finite number, or None for unscored."
+            f"The reward function {name} gave {brief(value)} for an answer to prompt {prompt_id}; a score is a finite "
+            "number, or None for unscored."
         )
-    return float(value)
+    return number
 
 
 def _wait(awaitable: Any, timeout: float | None) -> Any:

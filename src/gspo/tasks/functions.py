@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo.errors import ConfigError
+from gspo.config import as_path
+from gspo.errors import ConfigError, first_line
 from gspo.tasks import graders
 
 RewardFunction = Callable[..., Any]
@@ -47,9 +48,7 @@ def load_reward(name: str) -> RewardFunction:
             f"task.reward: {attribute} was given to GSPOTrainer from Python and cannot be imported. Give it to "
             "GSPOTrainer again, or write it to a file and name it 'file.py:function'."
         )
-    module = (
-        _import_file(Path(module_name).expanduser()) if module_name.endswith(".py") else _import_module(module_name)
-    )
+    module = _import_file(as_path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     function = getattr(module, attribute, None)
     if function is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -85,8 +84,10 @@ def _import_file(path: Path) -> Any:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's module runs here
-        raise ConfigError(f"task.reward: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # the user's module runs here
+        raise ConfigError(
+            f"task.reward: {path} cannot be imported: {type(error).__name__}: {first_line(error)}."
+        ) from error
     return module
 
 
@@ -99,7 +100,9 @@ def _import_module(name: str) -> Any:
         raise ConfigError(
             f"task.reward: there is no module {error.name!r} (looked for {name!r} in {here} and the environment)."
         ) from error
-    except Exception as error:  # the user's module runs here
-        raise ConfigError(f"task.reward: {name} cannot be imported: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # the user's module runs here
+        raise ConfigError(
+            f"task.reward: {name} cannot be imported: {type(error).__name__}: {first_line(error)}."
+        ) from error
     finally:
         sys.path.remove(here)

@@ -32,7 +32,7 @@ def call_here(
         return Failure("hung", f"took longer than {timeout:g} s")
     except RewardError:
         raise
-    except Exception as error:  # whatever a user's function raises
+    except (Exception, SystemExit) as error:  # whatever a user's function raises
         return Failure.of(error)
 
 

@@ -11,7 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from gspo.errors import ConfigError, DataError
+from gspo.config import as_path
+from gspo.errors import ConfigError, DataError, first_line
 from gspo.tasks.lists import fingerprint, prompt_key
 from gspo.tasks.rows import prompt_from_row, prompts_from_rows
 from gspo.types import Prompt
@@ -31,7 +32,7 @@ def read_parquet(path: Path, prompt_column: str = "prompt") -> list[Prompt]:
     try:
         rows = parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-        raise DataError(f"The prompt file {path} cannot be read as Parquet: {_first_line(error)}.") from error
+        raise DataError(f"The prompt file {path} cannot be read as Parquet: {first_line(error)}.") from error
     return prompts_from_rows(map(_tidy, rows), str(path), prompt_column)
 
 
@@ -53,7 +54,7 @@ def open_dataset(spec: str, *, streaming: bool) -> Any:
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     name, config, split = _parts(spec)
-    folder = Path(name).expanduser() if name.startswith((".", "/", "~")) else None
+    folder = as_path(name) if name.startswith((".", "/", "~")) else None
     if folder is not None and not folder.is_dir():
         raise DataError(f"{spec}: there is no folder {folder.absolute()}.")
     try:
@@ -62,7 +63,7 @@ def open_dataset(spec: str, *, streaming: bool) -> Any:
         else:
             found = datasets.load_dataset(str(folder or name), config, split=split, streaming=streaming)
     except Exception as error:  # the library raises what its many back ends raise
-        raise DataError(f"{spec} cannot be loaded: {_first_line(error)}.{_advice(error)}") from error
+        raise DataError(f"{spec} cannot be loaded: {first_line(error)}.{_advice(error)}") from error
     chosen = _choose(found, split, spec)
     if streaming and hasattr(chosen, "to_iterable_dataset"):
         chosen = chosen.to_iterable_dataset()
@@ -172,7 +173,7 @@ def _read(rows: Iterable[Any], spec: str) -> Iterator[Any]:
         except StopIteration:
             return
         except Exception as error:  # the network, a decoder, a broken file
-            raise DataError(f"{spec} cannot be read on: {_first_line(error)}.") from error
+            raise DataError(f"{spec} cannot be read on: {first_line(error)}.") from error
         yield _tidy(row)
 
 
@@ -196,11 +197,6 @@ def _library(name: str, what: str) -> Any:
         raise ConfigError(
             f"{what} needs {name.partition('.')[0]!r}, which is not installed. Run: pip install 'gspo[data]'"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(".")
 
 
 def _advice(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from gspo.types import Prompt
 def read_jsonl(path: Path, prompt_column: str = "prompt") -> list[Prompt]:
     """Rows of a file; a row without an id is named by its line. Raises DataError with file and line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         raise DataError(f"The prompt file {path} does not exist.") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -35,3 +35,5 @@ def _row(line: str, where: str) -> Any:
         return json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not valid JSON ({error.msg} at column {error.colno}).") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, nesting without end
+        raise DataError(f"{where}: not usable JSON ({error}).") from None

@@ -9,11 +9,14 @@ import fractions
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gspo.errors import DataError
+from gspo.errors import DataError, brief
 from gspo.types import Prompt
 
 RESERVED = ("completions", "prompts", "completion_ids")
 """Names that reward functions get from the trainer, so that no column may have them."""
+
+MAX_DEPTH = 100
+"""Lists and mappings inside each other in one value."""
 
 USUAL_NAMES = ("question", "problem", "query", "instruction", "input", "messages", "text")
 """What data sets call the prompt when they do not call it ``prompt``."""
@@ -56,8 +59,9 @@ def prompt_from_row(row: Any, where: str, name: str, prompt_column: str = "promp
             raise DataError(f"{where}: the column {reserved!r} is reserved for what reward functions get; rename it.")
     content = plain(row[prompt_column], where, prompt_column)
     check_content(content, where, prompt_column)
-    columns = {key: plain(value, where, key) for key, value in row.items() if key != prompt_column}
-    return Prompt(str(columns.get("prompt_id", columns.get("id", name))), content, columns)
+    columns = {_key(key, where, key): plain(value, where, key) for key, value in row.items() if key != prompt_column}
+    given = [columns[key] for key in ("prompt_id", "id") if columns.get(key) is not None]
+    return Prompt(str(given[0] if given else name), content, columns)
 
 
 def check_content(content: Any, where: str, prompt_column: str = "prompt") -> None:
@@ -68,12 +72,15 @@ def check_content(content: Any, where: str, prompt_column: str = "prompt") -> No
         return
     raise DataError(
         f"{where}: {prompt_column!r} must be text or a list of messages with 'role' and 'content', found "
-        f"{str(content)[:60]!r}."
+        f"{brief(content)}."
     )
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
+    """Content is text, or a list of parts; it may be None where other keys say something, as tool calls do."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+        return False
+    return isinstance(message["content"], (str, list)) or (message["content"] is None and len(message) > 2)
 
 
 def _no_prompt(row: Mapping[str, Any], where: str, prompt_column: str) -> str:
@@ -83,18 +90,22 @@ def _no_prompt(row: Mapping[str, Any], where: str, prompt_column: str) -> str:
     return f"{where}: the row has no {prompt_column!r}; its keys are {sorted(keys)}.{advice}"
 
 
-def plain(value: Any, where: str, column: str) -> Any:
+def plain(value: Any, where: str, column: str, depth: int = 0) -> Any:
     """The value in JSON's types: arrays and tuples become lists, dates ISO text, decimals and
     fractions text, durations seconds.
 
-    Raises DataError for what has no such form (bytes, images, objects).
+    Raises DataError for what has no such form (bytes, images, objects, half a surrogate pair).
     """
+    if depth > MAX_DEPTH:
+        raise DataError(f"{where}: the column {column!r} is nested more than {MAX_DEPTH} levels deep.")
+    if isinstance(value, str) and not value.isascii():
+        _check_text(value, where, column)
     if value is None or (isinstance(value, (str, bool, int, float)) and type(value).__module__ == "builtins"):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(item, where, column) for key, item in value.items()}
+        return {_key(key, where, column): plain(item, where, column, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item, where, column) for item in value]
+        return [plain(item, where, column, depth + 1) for item in value]
     if isinstance(value, (datetime.date, datetime.time)):  # a datetime is a date
         return value.isoformat()
     if isinstance(value, datetime.timedelta):
@@ -104,8 +115,24 @@ def plain(value: Any, where: str, column: str) -> Any:
     if hasattr(value, "tolist"):  # numpy's and torch's arrays and scalars
         if str(value.dtype).endswith("[ns]"):  # finer than Python's dates, so it would become a number
             value = value.astype(str(value.dtype).replace("[ns]", "[us]"))
-        return plain(value.tolist(), where, column)
+        return plain(value.tolist(), where, column, depth + 1)
     raise DataError(
         f"{where}: the column {column!r} holds a {type(value).__name__}, which is neither text, a number, a date nor "
         "made of these. Remove the column, or turn it into one of these before."
     )
+
+
+def _key(key: Any, where: str, column: str) -> str:
+    text = str(key)
+    _check_text(text, where, column)
+    return text
+
+
+def _check_text(text: str, where: str, column: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {brief(column)} holds {text[error.start]!r}, half of a surrogate pair, which is no text. Write "
+            "the file anew as UTF-8."
+        ) from None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
-from gspo.config import Config
-from gspo.errors import ConfigError
+from gspo.config import Config, as_path
+from gspo.errors import ConfigError, brief
 from gspo.tasks.builtin import BUILTIN, BuiltinSource, builtin, heldout_prompts
 from gspo.tasks.functions import PYTHON, RewardFunction, function_name, importable_as
 from gspo.tasks.gym import GymSource, gym_task
@@ -86,8 +85,8 @@ def load_task(
         rewards, notes = _rewards(config, functions or config.task.reward)
     if rewards is None:
         raise ConfigError(
-            f"task.prompts = {spec!r} comes without a way to score answers: set task.reward to a function, such as "
-            "'rewards.py:correct' (file and name) or 'package.module:correct'."
+            f"task.prompts = {brief(spec, 300)} comes without a way to score answers: set task.reward to a function, such "
+            "as 'rewards.py:correct' (file and name) or 'package.module:correct'."
         )
     return Task(spec, train, heldout, rewards, notes)
 
@@ -202,10 +201,11 @@ def _read(spec: str, key: str, config: Config) -> list[Prompt]:
     if spec.startswith("hf:"):
         return read_dataset(spec, column)
     if spec.endswith((".jsonl", ".json")):
-        return read_jsonl(Path(spec).expanduser(), column)
+        return read_jsonl(as_path(spec), column)
     if spec.endswith(".parquet"):
-        return read_parquet(Path(spec).expanduser(), column)
+        return read_parquet(as_path(spec), column)
     raise ConfigError(
-        f"{key} = {spec!r} is not a source of prompts. Give a .jsonl file (one JSON object a line, with a 'prompt'), a "
-        f".parquet file, hf:NAME[:SPLIT], reasoning-gym:TASK, or one of: {', '.join('builtin:' + n for n in BUILTIN)}."
+        f"{key} = {brief(spec, 300)} is not a source of prompts. Give a .jsonl file (one JSON object a line, with a "
+        "'prompt'), a .parquet file, hf:NAME[:SPLIT], reasoning-gym:TASK, or one of: "
+        f"{', '.join('builtin:' + name for name in BUILTIN)}."
     )

@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -183,6 +184,8 @@ def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, in a few words; None when it is whole."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict):
+            return "its manifest is not one"
         for name, facts in manifest.items():
             if not (folder / name).is_file():
                 return f"{name} is missing"
@@ -218,17 +221,19 @@ def set_aside(checkpoints: Path, after: Place | None) -> None:
         if after is None or place > after:
             target = checkpoints / f"{place.name}.damaged"
             shutil.rmtree(target, ignore_errors=True)
-            (checkpoints / place.name).rename(target)
+            with suppress(OSError):  # it is newer than what the run goes on from, so it is left out again next time
+                (checkpoints / place.name).rename(target)
     for partial in checkpoints.glob("*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def prune(checkpoints: Path, keep: int, best: int | None) -> list[str]:
-    """Delete all but the ``keep`` newest and the one of iteration ``best``; returns the names deleted."""
-    gone = [place.name for place in saved(checkpoints)[:-keep] if place.name != str(best)]
-    for name in gone:
-        shutil.rmtree(checkpoints / name)
-    return gone
+    """Delete all but the ``keep`` newest and the one of iteration ``best``; returns the names that should be gone and
+    cannot be deleted."""
+    old = [place.name for place in saved(checkpoints)[:-keep] if place.name != str(best)]
+    for name in old:
+        shutil.rmtree(checkpoints / name, ignore_errors=True)
+    return [name for name in old if (checkpoints / name).exists()]
 
 
 def read_state(folder: Path) -> tuple[RunState, Iteration | None]:

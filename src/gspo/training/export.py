@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from gspo.errors import CheckpointError, ConfigError
+from gspo.errors import CheckpointError, ConfigError, first_line
 from gspo.records import RunDirectory
-from gspo.training.checkpoint import OWN_FILES, damage, newest_whole
+from gspo.training.checkpoint import OWN_FILES, damage, newest_whole, saved
 
 
 def export(run: Path, out: Path, checkpoint: str = "newest", dtype: str = "float32") -> str:
@@ -37,9 +37,10 @@ def export(run: Path, out: Path, checkpoint: str = "newest", dtype: str = "float
         if dtype != "float32":
             _cast(partial, dtype)
         partial.rename(out)
-    except OSError as error:
+    except Exception as error:  # the system's, or safetensors' own around it
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"{out} cannot be written: {error.strerror or error}.") from error
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise CheckpointError(f"{out} cannot be written: {reason}.") from error
     return name
 
 
@@ -59,7 +60,7 @@ def _choose(run: RunDirectory, checkpoint: str) -> str:
             raise CheckpointError(f"No checkpoint of {run.path} was evaluated; use --checkpoint newest.")
         return str(max(there, key=there.__getitem__))
     if not (run.checkpoints / checkpoint).is_dir():
-        names = sorted(path.name for path in run.checkpoints.iterdir())
+        names = [place.name for place in saved(run.checkpoints)]
         raise CheckpointError(f"{run.path} has no checkpoint {checkpoint!r}; it has: {', '.join(names) or 'none'}.")
     return checkpoint
 

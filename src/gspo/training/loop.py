@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,16 @@ def train(
     present piece, saves, and raises Interrupted; a second one stops at once.
     """
     config = config.resolved()
-    point = find_resume_point(config, resume) if resume else None
+    point = find_resume_point(config, resume) if resume is not None else None
     torch.manual_seed(config.run.seed)
-    system = system or load_system(config)
-    directory = point.directory if point else RunDirectory.create(config.run.directory, config.run.name or "run")
-    return _Run(config, system, directory, callbacks, point).train()
+    with ExitStack() as held:
+        if point:
+            held.enter_context(point.directory.only_writer())
+        system = system or load_system(config)
+        directory = point.directory if point else RunDirectory.create(config.run.directory, config.run.name or "run")
+        if not point:
+            held.enter_context(directory.only_writer())
+        return _Run(config, system, directory, callbacks, point).train()
 
 
 class _Run:
@@ -124,7 +129,7 @@ class _Run:
     def train(self) -> RunResult:
         start = time.perf_counter()
         self.directory.write_environment(environment(self.config, self.system.policy.dtype))
-        self.config.save(self.directory.path / "config.toml")
+        self.directory.write_config(self.config.to_toml())
         info = RunInfo(self.config, self.directory.path, self.system.facts, self.result.iterations)
         self.system.task.rewards.log, self.system.task.rewards.say = self.directory.log, self._say
         self._tell("on_start", info)
@@ -143,7 +148,7 @@ class _Run:
             raise Interrupted(self.directory.path) from None
         except (CheckpointError, DivergenceError):
             raise
-        except Exception:
+        except (Exception, SystemExit):  # rich exits when the reader of our output has left
             self._save_after_failure()
             raise
         finally:
@@ -167,7 +172,7 @@ class _Run:
             self._check_finite(done.metrics)
             self._stop_if_requested()
             self._evaluate_and_save()
-        if self.result.iterations > 1:
+        if self.result.iterations > 1 and self.result.metrics:
             self._say_band(self.result.metrics[-1])
 
     def _iterate(self, number: int) -> IterationResult:
@@ -247,7 +252,9 @@ class _Run:
             checkpoints, place, self.system.policy, optimizer, self.state, self.config.to_toml(), self.under_way
         )
         trained = {number: accuracy for number, accuracy in self._accuracies().items() if number > 0}
-        prune(checkpoints, self.config.run.keep, best=max(trained, key=trained.__getitem__, default=None))
+        left = prune(checkpoints, self.config.run.keep, best=max(trained, key=trained.__getitem__, default=None))
+        if left:
+            self._say(f"checkpoints {', '.join(left)} cannot be deleted; run.keep does not hold")
         self.directory.log(f"checkpoint {folder}")
 
     def _save_after_failure(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gspo.config import Config, known_keys
+from gspo.config import Config, as_path, known_keys
 from gspo.errors import CheckpointError
 from gspo.records import RunDirectory
 from gspo.training.checkpoint import Place, newest_whole, saved
@@ -53,7 +54,7 @@ def find_resume_point(config: Config, resume: str) -> ResumePoint | None:
     decides what is learned differs from the run's.
     """
     if resume == "auto":
-        folder = _newest_run(Path(config.run.directory).expanduser(), config.run.name or "run")
+        folder = _newest_run(as_path(config.run.directory), config.run.name or "run")
         if folder is None:
             return None
     else:
@@ -79,12 +80,14 @@ def find_resume_point(config: Config, resume: str) -> ResumePoint | None:
 
 def run_folder(config: Config, name: str) -> Path:
     """A run given by its folder, or by its name under run.directory. Raises CheckpointError."""
-    candidates = [Path(name).expanduser(), Path(config.run.directory).expanduser() / name]
+    if not name.strip():
+        raise CheckpointError("The name of the run is empty; give its folder or its name.")
+    candidates = [as_path(name), as_path(config.run.directory) / name]
     for folder in candidates:
         if (folder / "config.toml").is_file():
             return folder
     places = " or ".join(str(folder) for folder in candidates)
-    raise CheckpointError(f"--resume {name}: there is no run (a folder with a config.toml) at {places}.")
+    raise CheckpointError(f"{name!r}: there is no run (a folder with a config.toml) at {places}.")
 
 
 def differences(stored: Config, present: Config) -> dict[str, str]:
@@ -100,12 +103,11 @@ def differences(stored: Config, present: Config) -> dict[str, str]:
 
 def _newest_run(parent: Path, name: str) -> Path | None:
     """Runs are named NAME, NAME-2, NAME-3, ...; the newest that was saved at least once."""
-    folders = [parent / name, *parent.glob(f"{name}-*")]
     numbered = {}
-    for folder in folders:
-        number = folder.name.removeprefix(name).removeprefix("-") or "1"
-        if number.isdigit() and (folder / "config.toml").is_file() and saved(folder / "checkpoints"):
-            numbered[int(number)] = folder
+    for folder in parent.iterdir() if parent.is_dir() else []:
+        found = re.fullmatch(re.escape(name) + r"(?:-(\d+))?", folder.name)
+        if found and (folder / "config.toml").is_file() and saved(folder / "checkpoints"):
+            numbered[int(found[1] or 1)] = folder
     return numbered[max(numbered)] if numbered else None
 
 

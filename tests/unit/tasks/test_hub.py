@@ -72,7 +72,7 @@ def test_a_parquet_file_gives_plain_columns(tmp_path: Path) -> None:
             "id": 11,
         },
         {
-            "prompt": [{"role": "system", "content": "s", "name": "n"}, {"role": "user", "content": None}],
+            "prompt": [{"role": "system", "content": "s", "name": "n"}, {"role": "user", "content": "b"}],
             "answer": None,
             "day": None,
             "at": None,
@@ -82,7 +82,7 @@ def test_a_parquet_file_gives_plain_columns(tmp_path: Path) -> None:
     ]
     first, second = read_parquet(parquet(tmp_path / "p.parquet", rows))
     assert first.prompt_id == "11" and first.content == [{"role": "user", "content": "a"}]
-    assert second.content == [{"role": "system", "content": "s", "name": "n"}, {"role": "user", "content": None}]
+    assert second.content == [{"role": "system", "content": "s", "name": "n"}, {"role": "user", "content": "b"}]
     assert first.columns == {
         "answer": {"parts": [1, 2], "unit": None},
         "day": "2024-05-01",

@@ -47,5 +47,5 @@ def test_by_name_from_a_config() -> None:
     assert score.reward == -0.5
     task.rewards.close()
     assert {load_reward(name).__name__ for name in READY} == set(READY)
-    with pytest.raises(ConfigError, match=r"'overlon' must be .* Ready-made ones are: overlong\."):
+    with pytest.raises(ConfigError, match=r"'overlon' must be .* Did you mean 'overlong'\?"):
         load_reward("overlon")

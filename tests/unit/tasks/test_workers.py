@@ -232,7 +232,7 @@ def test_what_a_function_prints_is_logged_in_part_and_disturbs_nothing(make: Mak
 
 def test_returns_are_judged_there_and_cross_as_numbers(make: Make) -> None:
     assert score(make("arrays"), "a", "b") == [1.0, 1.0]
-    with pytest.raises(RewardError, match=r"gave 'x{50,70} for an answer to prompt p0; a score is a finite number"):
+    with pytest.raises(RewardError, match=r"gave 'x{50,70} ... for an answer to prompt p0; a score is a finite number"):
         score(make("huge"), "a", "b")
 
 

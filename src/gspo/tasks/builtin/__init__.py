@@ -94,11 +94,11 @@ def builtin(name: str) -> BuiltinTask:
 def heldout_prompts(task: BuiltinTask, count: int) -> tuple[Prompt, ...]:
     """The first ``count`` distinct held-out problems, the same for every run."""
     found: dict[str, Prompt] = {}
-    for number in range(50 * count):
+    number = 0
+    while len(found) < count and number < 50 * (len(found) + 1):  # a task may have fewer problems than that
         problem = task.problem("heldout", 0, number)
         found.setdefault(problem.key, _prompt(task, problem))
-        if len(found) == count:
-            break
+        number += 1
     return tuple(found.values())
 
 

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,10 @@ def train(config: Config, *, resume: str | None = None, callbacks: Sequence[Call
     config = config.resolved()
     point = find_resume_point(config, resume) if resume else None
     torch.manual_seed(config.run.seed)
-    system = load_system(config)
-    directory = point.directory if point else RunDirectory.create(config.run.directory, config.run.name or "run")
-    return _Run(config, system, directory, callbacks, point).train()
+    with closing(load_system(config)) as system:
+        directory = point.directory if point else RunDirectory.create(config.run.directory, config.run.name or "run")
+        system.engine.log_to(directory.path)
+        return _Run(config, system, directory, callbacks, point).train()
 
 
 class _Run:

@@ -68,8 +68,8 @@ class Engine(ABC):
         By the same path as sampling, with its prefix cache if there is one: the probe asks for them.
         """
 
-    def log_to(self, folder: Path) -> None:
+    def log_to(self, folder: Path) -> None:  # noqa: B027
         """Keep what it says of itself in the run's folder. Nothing by default."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Give back all it holds outside this process. Nothing by default; may be called twice."""

@@ -1,20 +1,24 @@
 """Answers from a vLLM server: token ids in, token ids and log-probabilities out, weights through files.
 
-The server is one that runs already (``engine.url``), or one that is started and stopped here. Written against vLLM 0.32;
-what is used of it: /health, /v1/completions with token ids, and of the interfaces that VLLM_SERVER_DEV_MODE=1 opens
-/pause, /resume, /collective_rpc (reload_weights), /reset_prefix_cache, /update_weight_version and /weight_info.
+The server is one that runs already (``engine.url``), or one that is started and stopped here. Written against vLLM
+0.32. What is used of it: /health, /version, /v1/completions with token ids, and of the interfaces that
+VLLM_SERVER_DEV_MODE=1 opens /pause, /resume, /abort_requests, /collective_rpc (reload_weights), /reset_prefix_cache,
+/update_weight_version and /weight_info.
 """
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import math
 import secrets
 import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,7 +92,7 @@ class VLLMEngine(Engine):
         def rest() -> None:
             self._check_version()
             missing = [number for number in range(len(requests)) if number not in found]
-            calls = {number: lambda n=number: self._complete(requests[n], sampling) for number in missing}
+            calls = {number: partial(self._complete, requests[number], sampling) for number in missing}
             for number, answers in self._at_once(calls, lambda: tell(progress, found, total)):
                 found[number] = answers
             self._check_version()
@@ -191,7 +195,7 @@ class VLLMEngine(Engine):
 
     # --- answers ---------------------------------------------------------------------------------------------------
 
-    def _at_once(self, calls: dict[int, Callable[[], T]], tick: Callable[[], None]) -> Any:
+    def _at_once(self, calls: Mapping[int, Callable[[], T]], tick: Callable[[], None]) -> Iterator[tuple[int, T]]:
         """Yields (number, result) as they are there. ``tick`` may raise: what is under way is then given up."""
         pool = ThreadPoolExecutor(min(len(calls), THREADS) or 1, thread_name_prefix="vllm")
         running: dict[Future[T], int] = {pool.submit(call): number for number, call in calls.items()}
@@ -209,10 +213,8 @@ class VLLMEngine(Engine):
 
     def _abort(self) -> None:
         """Answers that nobody waits for any more only cost time."""
-        try:
-            self.client._once("POST", "/abort_requests", {}, 5.0)
-        except (OSError, Unusable):
-            pass
+        with contextlib.suppress(OSError, http.client.HTTPException, Unusable):
+            self.client.once("POST", "/abort_requests", {}, 5.0)
 
     def _complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         body = FIXED | {
@@ -261,7 +263,7 @@ def cache_bytes(policy: Policy, sequences: int, longest: int, itemsize: int) -> 
     model = policy.model.config.get_text_config()
     heads = getattr(model, "num_key_value_heads", None) or getattr(model, "num_attention_heads", None)
     width = getattr(model, "head_dim", None) or (model.hidden_size // model.num_attention_heads if heads else None)
-    if not heads or not width or hasattr(model, "kv_lora_rank") or hasattr(model, "layer_types") and _mixed(model):
+    if not heads or not width or hasattr(model, "kv_lora_rank") or (hasattr(model, "layer_types") and _mixed(model)):
         return None
     tokens = sequences * (math.ceil(longest / 128) + 1) * 128
     return max(2 * model.num_hidden_layers * heads * width * itemsize * tokens, 1 << 26)

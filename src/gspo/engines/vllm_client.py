@@ -34,7 +34,7 @@ class VLLMClient:
     def healthy(self) -> bool:
         """Does it answer that it is well, now?"""
         try:
-            self._once("GET", "/health", None, 5.0)
+            self.once("GET", "/health", None, 5.0)
         except (OSError, http.client.HTTPException, Unusable):
             return False
         return True
@@ -55,7 +55,7 @@ class VLLMClient:
             pause = min(2 * pause, LONGEST_PAUSE) if tried else pause
             self.check()
             try:
-                return accept(self._once(method, path, body, self.timeout))
+                return accept(self.once(method, path, body, self.timeout))
             except TimeoutError:
                 reason = f"no answer within engine.request_timeout = {self.timeout:g} s"
             except urllib.error.HTTPError as error:
@@ -78,7 +78,7 @@ class VLLMClient:
         """Let tries that wait for their next turn end now."""
         self.given_up.set()
 
-    def _once(self, method: str, path: str, body: Any, timeout: float) -> Any:
+    def once(self, method: str, path: str, body: Any, timeout: float) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             self.url + path, data=data, method=method, headers={"Content-Type": "application/json"}

@@ -42,7 +42,7 @@ class VLLMServer:
         self.url = ""
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
         self.process: subprocess.Popen[bytes] | None = None
-        self.group: int | None = None
+        self.group = 0
         self.log: IO[str] | None = None
         self.lock = threading.Lock()
 
@@ -68,13 +68,15 @@ class VLLMServer:
         assert self.process.stdout is not None
         first = self.process.stdout.readline().decode(errors="replace").strip()
         if not first.isdigit():
-            self.process.kill()
+            self.process.communicate()
+            self.process = None
             raise EngineError(
                 f"engine.python: {command[0]} cannot be run. It must be the Python of an environment that has vLLM, "
                 "such as .venv-vllm/bin/python (docs/vllm.md)."
             )
         self.group = int(first)
-        threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
+        self.reader = threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True)
+        self.reader.start()
 
     def wait_until_ready(self, healthy: Callable[[], bool], say: Callable[[str], None]) -> None:
         """Wait for ``healthy()``, with a line now and then; raises EngineError when it dies or takes too long."""
@@ -94,7 +96,7 @@ class VLLMServer:
     def check(self) -> None:
         """Raises ServerDied, with the end of the log, when the process is gone."""
         if self.process is not None and self.process.poll() is not None:
-            time.sleep(0.2)  # the last lines are on their way
+            self.reader.join(1)  # the last lines are on their way
             raise ServerDied(f"The vLLM server has ended (exit code {self.process.returncode}). {self.end_of_log()}")
 
     def end_of_log(self) -> str:
@@ -123,8 +125,8 @@ class VLLMServer:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        if self.group is not None:  # the watcher may have been killed before its time
-            vllm_watch.end_group(self.group, grace=1.0)
+        vllm_watch.end_group(self.group, grace=1.0)  # the watcher may have been killed before its time
+        self.reader.join(2)
 
     def close(self) -> None:
         self.stop()
@@ -132,8 +134,9 @@ class VLLMServer:
             self.log.close()
 
     def _read(self, stream: IO[bytes]) -> None:
-        for line in stream:
-            self._keep(line.decode(errors="replace").rstrip())
+        with stream:
+            for line in stream:
+                self._keep(line.decode(errors="replace").rstrip())
 
     def _keep(self, line: str) -> None:
         with self.lock:

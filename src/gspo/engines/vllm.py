@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from gspo.config import EngineConfig
 from gspo.engines.base import Engine, Progress, Request, Sampling
@@ -57,8 +58,8 @@ FIXED = {
 class VLLMEngine(Engine):
     """``policy``: whose weights it samples from. ``longest``: most tokens of a prompt and its answer together."""
 
-    def __init__(self, policy: Policy, config: EngineConfig, *, longest: int, dtype: str, trust: bool = False) -> None:
-        self.policy, self.config = policy, config
+    def __init__(self, policy: Policy, config: EngineConfig, *, longest: int, dtype: torch.dtype, trust: bool = False) -> None:
+        self.policy, self.config, self.dtype = policy, config, dtype
         self.label = secrets.token_hex(4)  # tells our weights from those of another run on the same server
         self.parent = Path(tempfile.mkdtemp(prefix="gspo-weights-", dir=config.weights_directory or None))
         self.folder = self.parent / "0"
@@ -138,8 +139,13 @@ class VLLMEngine(Engine):
         """A plain Hugging Face folder, complete when it has its name: a dead server is restarted from it."""
         partial = folder.with_name(folder.name + ".partial")
         try:
+            cast: dict[int, torch.Tensor] = {}  # by storage: tied weights stay one tensor
+            state = {
+                name: cast.setdefault(tensor.data_ptr(), tensor.detach().to(self.dtype))
+                for name, tensor in self.policy.model.state_dict().items()
+            }
             with self.policy.attention_implementation("sdpa"):
-                self.policy.model.save_pretrained(partial)
+                self.policy.model.save_pretrained(partial, state_dict=state)
             self.policy.tokenizer.save_pretrained(partial)
             partial.rename(folder)
         except OSError as error:
@@ -182,7 +188,7 @@ class VLLMEngine(Engine):
         """``work()``; when the server dies and ``engine.on_death`` is 'restart', again on a new one."""
         while True:
             try:
-                return work()
+                return self._or_dead(work)
             except ServerDied as died:
                 if self.config.on_death != "restart" or self.restarts >= MAX_RESTARTS:
                     raise
@@ -192,6 +198,18 @@ class VLLMEngine(Engine):
                 self.server.stop()
                 self._start()
                 self.client.post("/update_weight_version", {"new_version": self._version()})
+
+    def _or_dead(self, work: Callable[[], T]) -> T:
+        """An error of a server of ours that does not even say that it is well is its death."""
+        try:
+            return work()
+        except ServerDied:
+            raise
+        except EngineError as error:
+            if self.server is None or self.client.healthy():
+                raise
+            self.server.stop()
+            raise ServerDied(f"{error} {self.server.end_of_log()}") from error
 
     # --- answers ---------------------------------------------------------------------------------------------------
 
@@ -238,20 +256,25 @@ class VLLMEngine(Engine):
         return self.client.post("/v1/completions", body, _as_unusable(accept))
 
 
-def server_arguments(policy: Policy, config: EngineConfig, longest: int, dtype: str, trust: bool) -> list[str]:
+def server_arguments(
+    policy: Policy, config: EngineConfig, longest: int, dtype: torch.dtype, trust: bool
+) -> list[str]:
     """The server's settings; ``engine.arguments`` come last and win."""
     longest = min(max(longest, 512), policy.context_length)
     arguments = [
-        "--dtype", dtype,
+        "--dtype", str(dtype).removeprefix("torch."),
         "--max-model-len", str(longest),
         "--max-num-seqs", str(config.max_batch),
         "--logprobs-mode", "processed_logprobs",  # at the sampling temperature
         "--generation-config", "vllm",  # the model's own sampling settings fill nothing in
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
-    cache = cache_bytes(policy, config.max_batch, longest, 4 if dtype == "float32" else 2)
+    cache = cache_bytes(policy, config.max_batch, longest, dtype.itemsize)
     if cache is not None:
         arguments += ["--kv-cache-memory-bytes", str(cache)]
+    if not torch.cuda.is_available():
+        # on the CPU, vLLM 0.32 dies when a prompt is prefilled in two pieces and its request has a seed
+        arguments += ["--no-enable-chunked-prefill"]
     return [*arguments, *(["--trust-remote-code"] if trust else []), *config.arguments]
 
 

@@ -20,6 +20,8 @@ from gspo.errors import EngineError
 
 MODULE = ("-m", "vllm.entrypoints.openai.api_server")
 START_SECONDS = 1800.0
+GRACE_SECONDS = 8.0
+"""From asking the server to end to ending it."""
 KEPT_LINES = 2000
 SHOWN_LINES = 12
 DROPPED = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP")
@@ -56,7 +58,7 @@ class VLLMServer:
         self._keep(f"$ {shlex.join(command)}")
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", vllm_watch.__file__, *command],
+                [sys.executable, "-I", vllm_watch.__file__, str(GRACE_SECONDS), *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -80,17 +82,16 @@ class VLLMServer:
 
     def wait_until_ready(self, healthy: Callable[[], bool], say: Callable[[str], None]) -> None:
         """Wait for ``healthy()``, with a line now and then; raises EngineError when it dies or takes too long."""
-        started = said = time.monotonic()
+        started, pause = time.monotonic(), 10.0
         while not healthy():
             self.check()
-            now = time.monotonic()
-            if now - started > START_SECONDS:
+            waited = time.monotonic() - started
+            if waited > START_SECONDS:
                 self.stop()
                 raise EngineError(f"vLLM was not ready after {START_SECONDS:.0f} s. {self.end_of_log()}")
-            if now - said >= 10:
-                said = now
-                last = self.lines[-1][:100] if self.lines else ""
-                say(f"waiting for vLLM to be ready, {now - started:.0f} s: {last}")
+            if waited >= pause:
+                pause = min(2 * pause, pause + 60)
+                say(f"waiting for vLLM to be ready, {waited:.0f} s: {self.lines[-1][:120]}")
             time.sleep(0.25)
 
     def check(self) -> None:
@@ -100,7 +101,7 @@ class VLLMServer:
             raise ServerDied(f"The vLLM server has ended (exit code {self.process.returncode}). {self.end_of_log()}")
 
     def end_of_log(self) -> str:
-        errors = [line for line in self.lines if "Error" in line][-1:]
+        errors = [line for line in self.lines if "Error:" in line and "WARNING" not in line][:1]  # the rest follow it
         shown = [*errors, *list(self.lines)[-SHOWN_LINES:]]
         where = f" (all of it: {self.log.name})" if self.log else ""
         return f"The end of its log{where}:\n" + "\n".join(f"    {line[:300]}" for line in shown)
@@ -121,11 +122,11 @@ class VLLMServer:
         with contextlib.suppress(OSError):
             process.stdin.close()
         try:
-            process.wait(vllm_watch.GRACE_SECONDS + 4)
+            process.wait(GRACE_SECONDS + 4)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        vllm_watch.end_group(self.group, grace=1.0)  # the watcher may have been killed before its time
+        vllm_watch.end_group(self.group, 1.0)  # the watcher may have been killed before its time
         self.reader.join(2)
 
     def close(self) -> None:

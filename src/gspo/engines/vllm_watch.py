@@ -1,4 +1,4 @@
-"""Runs a server so that nothing of it is left over: ``python vllm_watch.py COMMAND ...``. Standard library only.
+"""Runs a server so that nothing of it is left over: ``python vllm_watch.py GRACE COMMAND ...``. Standard library only.
 
 The command gets a session of its own; its process id is the first line of the output. When it ends, when standard input
 is closed, or when the process that started this one is gone (killed, too), every process of the session's group ends.
@@ -14,11 +14,7 @@ import subprocess
 import sys
 import time
 
-GRACE_SECONDS = 8.0
-"""From asking a group to end (SIGTERM) to ending it (SIGKILL)."""
-
-
-def main(command: list[str]) -> int:
+def main(grace: float, command: list[str]) -> int:
     owner = os.getppid()
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -28,13 +24,13 @@ def main(command: list[str]) -> int:
     while child.poll() is None and os.getppid() == owner:
         if select.select([0], [], [], 0.5)[0] and not os.read(0, 1):
             break
-    end_group(child.pid, child)
+    end_group(child.pid, grace, child)
     code = child.poll()
     return 1 if code is None else code if code >= 0 else 128 - code
 
 
-def end_group(group: int, child: subprocess.Popen[bytes] | None = None, grace: float = GRACE_SECONDS) -> None:
-    """Ask all processes of a group to end, and end those that do not."""
+def end_group(group: int, grace: float, child: subprocess.Popen[bytes] | None = None) -> None:
+    """Ask all processes of a group to end (SIGTERM), and end those that have not after ``grace`` seconds (SIGKILL)."""
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 2.0)):
         deadline = time.monotonic() + seconds
         try:
@@ -49,4 +45,4 @@ def end_group(group: int, child: subprocess.Popen[bytes] | None = None, grace: f
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))

@@ -87,8 +87,8 @@ def load_system(config: Config) -> System:
 def _engine(config: Config, policy: Policy, longest: int) -> Engine:
     dtype = policy.dtype if config.engine.dtype == "auto" else resolve_dtype(config.engine.dtype)
     if config.engine.kind == "vllm":
-        name, trust = str(dtype).removeprefix("torch."), config.model.trust_remote_code
-        return VLLMEngine(policy, config.engine, longest=longest, dtype=name, trust=trust)
+        trust = config.model.trust_remote_code
+        return VLLMEngine(policy, config.engine, longest=longest, dtype=dtype, trust=trust)
     if dtype == policy.dtype:
         return NativeEngine(policy, max_batch=config.engine.max_batch)
     return NativeEngine(copy_policy(policy, dtype), owner=policy, max_batch=config.engine.max_batch)

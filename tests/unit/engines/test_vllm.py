@@ -43,7 +43,7 @@ def make(tiny_policy: Policy, python: str, monkeypatch: pytest.MonkeyPatch) -> I
 
     def engine(**values: Any) -> VLLMEngine:
         config = EngineConfig(**{"kind": "vllm", "python": python, "request_timeout": 20.0} | values)
-        made.append(VLLMEngine(tiny_policy, config, longest=64, dtype="float32"))
+        made.append(VLLMEngine(tiny_policy, config, longest=64, dtype=torch.float32))
         return made[-1]
 
     yield engine
@@ -62,7 +62,7 @@ def attach(tiny_policy: Policy, tmp_path: Path) -> Iterator[Callable[..., VLLMEn
         server = serve(with_model(str(tmp_path / "model"), faulty), 0)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         config = EngineConfig(kind="vllm", url=f"http://127.0.0.1:{server.server_port}", request_timeout=20.0)
-        started.extend([server, VLLMEngine(tiny_policy, config, longest=64, dtype="float32")])
+        started.extend([server, VLLMEngine(tiny_policy, config, longest=64, dtype=torch.float32)])
         return started[-1]  # type: ignore[no-any-return]
 
     yield engine
@@ -177,7 +177,7 @@ def test_a_server_that_dies_every_time_is_given_up(
 def test_close_ends_children_that_do_not_listen(
     make: Callable[..., VLLMEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("gspo.engines.vllm_watch.GRACE_SECONDS", 1.0)
+    monkeypatch.setattr("gspo.engines.vllm_server.GRACE_SECONDS", 1.0)
     monkeypatch.setenv("FAKE_CHILD", str(tmp_path / "pids"))
     engine = make()
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
@@ -189,12 +189,12 @@ def test_close_ends_children_that_do_not_listen(
 @pytest.mark.parametrize("way", ["kill gspo", "kill the watcher"])
 def test_nothing_outlives_gspo(python: str, tmp_path: Path, way: str) -> None:
     script = f"""
-import os, time
+import os, time, torch
 from gspo.config import EngineConfig, ModelConfig
 from gspo.engines.vllm import VLLMEngine
 from gspo.policy.load import load_policy
 engine = VLLMEngine(load_policy(ModelConfig(path="builtin:tiny")), EngineConfig(kind="vllm", python={python!r}),
-                    longest=64, dtype="float32")
+                    longest=64, dtype=torch.float32)
 print(engine.server.process.pid, flush=True)
 if {way!r} == "kill the watcher":
     os.kill(engine.server.process.pid, 9)
@@ -294,7 +294,7 @@ def test_what_is_wrong_for_good_is_not_tried_again(scripted: Callable[[list[Any]
 
 def test_an_address_without_a_server(tiny_policy: Policy) -> None:
     with pytest.raises(EngineError, match=r"engine.url: no vLLM server answers at http://127.0.0.1:9"):
-        VLLMEngine(tiny_policy, EngineConfig(kind="vllm", url="http://127.0.0.1:9"), longest=64, dtype="float32")
+        VLLMEngine(tiny_policy, EngineConfig(kind="vllm", url="http://127.0.0.1:9"), longest=64, dtype=torch.float32)
 
 
 # --- answers ------------------------------------------------------------------------------------------------------

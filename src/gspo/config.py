@@ -115,12 +115,28 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    kind: Literal["native"] = "native"
-    """Who samples the answers. native: the model itself, in this process."""
+    kind: Literal["native", "vllm"] = "native"
+    """Who samples the answers. native: the model itself, in this process. vllm: a vLLM server."""
     max_batch: int = 64
     """Answers decoded at the same time."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of sampling. auto: the trainer's, sharing its weights; another one keeps a copy."""
+    url: str = ""
+    """vllm: address of a server that runs, such as http://127.0.0.1:8000. Empty: gspo starts one and stops it."""
+    python: str = ""
+    """vllm: Python of the environment that has vLLM, to start the server with. Empty: the one that runs gspo."""
+    arguments: tuple[str, ...] = ()
+    """vllm: further settings of the server that gspo starts, as vLLM's command line takes them; they win over ours."""
+    weights_directory: str = ""
+    """vllm: where new weights are written for the server to read, under the same path for both. Empty: a temporary
+    folder."""
+    request_timeout: float = 600.0
+    """vllm: seconds in which the answers to one prompt must be there."""
+    retries: int = 3
+    """vllm: how often a request that fails is made again, with growing pauses."""
+    on_death: Literal["stop", "restart"] = "stop"
+    """vllm: when the server that gspo started dies. stop: save and end the run. restart: start it again with the
+    present weights, at most 5 times, and ask for the answers that are missing."""
 
 
 @dataclass(frozen=True)
@@ -439,7 +455,7 @@ def _check_ranges(config: Config) -> None:
         "optimizer.learning_rate": 0, "optimizer.warmup": 0, "optimizer.weight_decay": 0,
         "coldstart.steps": 1, "coldstart.batch_size": 1, "coldstart.learning_rate": 0, "coldstart.router_aux_weight": 0,
         "batch.max_tokens": 1, "batch.vocab_chunk": 1, "run.iterations": 0, "run.seed": 0,
-        "run.checkpoint_every": 0, "run.keep": 1,
+        "run.checkpoint_every": 0, "run.keep": 1, "engine.retries": 0,
     }  # fmt: skip
     for dotted, smallest in at_least.items():
         section, key = dotted.split(".")
@@ -464,6 +480,7 @@ def _check_ranges(config: Config) -> None:
     if not 0 <= config.coldstart.noise < 1:
         raise ConfigError(f"coldstart.noise is a share, at least 0 and below 1, found {config.coldstart.noise}.")
     _check_rollout(config)
+    _check_engine(config)
     _check_algorithm(config)
     weights, functions = config.task.reward_weights, config.task.reward
     if weights and functions and len(weights) != len(functions):
@@ -510,6 +527,37 @@ def _check_rollout(config: Config) -> None:
         )
     if "" in rollout.stop:
         raise ConfigError("rollout.stop holds an empty string, which would end every answer at once; remove it.")
+
+
+def _check_engine(config: Config) -> None:
+    engine = config.engine
+    if not 0 < engine.request_timeout < float("inf"):
+        raise ConfigError(f"engine.request_timeout must be above 0 seconds, found {engine.request_timeout}.")
+    if engine.kind != "vllm":
+        defaults = EngineConfig()
+        for key in ("url", "python", "arguments"):
+            if getattr(engine, key) != getattr(defaults, key):
+                raise ConfigError(f"engine.{key} is a setting of vLLM, and engine.kind is '{engine.kind}'.")
+        return
+    if engine.url and (engine.python or engine.arguments):
+        raise ConfigError(
+            "engine.url names a server that runs already; engine.python and engine.arguments are for one that gspo "
+            "starts. Give one or the other."
+        )
+    if engine.url and not engine.url.startswith(("http://", "https://")):
+        raise ConfigError(f"engine.url must begin with http:// or https://, found '{engine.url}'.")
+    if engine.url and engine.on_death == "restart":
+        raise ConfigError("engine.on_death = 'restart' is for a server that gspo starts; leave engine.url empty.")
+    if engine.max_batch < max(config.rollout.group_size, config.eval.samples):
+        raise ConfigError(
+            f"engine.max_batch = {engine.max_batch} is below the answers to one prompt, which vLLM takes in one "
+            f"request: rollout.group_size = {config.rollout.group_size}, eval.samples = {config.eval.samples}."
+        )
+    if config.algorithm.routing_replay == "rollout":
+        raise ConfigError(
+            "algorithm.routing_replay = 'rollout' needs the experts that the engine used, which are not taken over "
+            "from vLLM in this version. Use 'old', or engine.kind = 'native'."
+        )
 
 
 def _check_algorithm(config: Config) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from gspo.config import Config
 from gspo.doctor import machine, sampled
@@ -28,6 +28,11 @@ def examine(config: Config, progress: Progress = lambda *_: None) -> Iterator[Fi
     if problems:
         yield from problems
         return
+    with closing(system):
+        yield from _with_system(system, config, progress)
+
+
+def _with_system(system: System, config: Config, progress: Progress) -> Iterator[Finding]:
     yield machine.check_precision(system.policy)
     yield check_attention(system, config)
     prompts = peek(system, sampled.PROMPTS)

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from gspo.algorithm.batch import Layout
 from gspo.engines.base import Engine, Progress, Request, Sampling
 from gspo.engines.sampling import sample_tokens
-from gspo.packing import Row, pack, pack_prompts
+from gspo.packing import pack_prompts
 from gspo.policy import attention, moe
 from gspo.policy.attention import decode_attention, grouped_attention
-from gspo.policy.forward import packed_hidden, score
+from gspo.policy.forward import packed_hidden, score_next
 from gspo.policy.load import Policy
 from gspo.policy.prepacked import prepacked
 from gspo.types import Completion, FinishReason, Routing
@@ -72,10 +72,8 @@ class NativeEngine(Engine):
         self.policy_version = version
 
     @torch.inference_mode()
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        row = Row(token_ids[:1], token_ids[1:], [True] * (len(token_ids) - 1), 1.0, [0.0] * (len(token_ids) - 1))
-        batch = pack([row], [0], max_tokens=len(token_ids))[0]
-        return score(self.policy, batch, entropy=False).logprobs.tolist()
+    def next_logprobs(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
+        return score_next(self.policy, prompt_ids, token_ids)
 
     @torch.inference_mode()
     def generate(
@@ -107,15 +105,6 @@ def experts_since(record: moe.RoutingRecord) -> np.ndarray | None:
     """Experts [T, layers, K] of the tokens fed since the last question; None for a dense model."""
     experts, _ = record.take()
     return None if experts is None else experts.cpu().numpy()
-
-
-def finish_reason(answer: _Answer, sampling: Sampling) -> FinishReason | None:
-    """Why the answer ends with its newest token, or None if it goes on."""
-    if answer.token_ids[-1] in sampling.end_token_ids:
-        return "stop"
-    if sampling.should_stop is not None and sampling.should_stop(answer.token_ids):
-        return "stop"
-    return "length" if len(answer.token_ids) >= sampling.max_tokens else None
 
 
 class _Session:
@@ -206,7 +195,7 @@ class _Session:
             answer.token_ids.append(token)
             answer.logprobs.append(logprob)
         for slot in range(len(self.active) - 1, first - 1, -1):
-            reason = finish_reason(self.active[slot], self.sampling)
+            reason = self.sampling.finish_reason(self.active[slot].token_ids)
             if reason is not None:
                 self._finish(slot, reason)
         if self.progress is not None:
@@ -354,7 +343,7 @@ def _generate_plain(
                 if reasons[number] is None:
                     answer.token_ids.append(int(tokens[number]))
                     answer.logprobs.append(float(logprobs[number]))
-                    reasons[number] = finish_reason(answer, sampling)
+                    reasons[number] = sampling.finish_reason(answer.token_ids)
             if all(reasons):
                 break
             inputs = tokens[:, None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 from gspo.config import Config
@@ -96,7 +97,8 @@ def evaluate(config: Config, *, callbacks: Sequence[Any] = ()) -> dict[str, Any]
         for callback in callbacks:
             callback.on_progress(stage, done, total)
 
-    record, answers = evaluate_system(system, config, 0, progress)
+    with closing(system):
+        record, answers = evaluate_system(system, config, 0, progress)
     for callback in callbacks:
         callback.on_eval(record, answers)
     return record
@@ -110,7 +112,13 @@ def sample(
         raise ConfigError(
             f"num_samples must be at least 1 and temperature at least 0, found {num_samples} and {temperature}."
         )
-    system = load_system(config)
+    with closing(load_system(config)) as system:
+        return _sample(system, config, prompts, num_samples, temperature)
+
+
+def _sample(
+    system: System, config: Config, prompts: Sequence[str], num_samples: int, temperature: float
+) -> list[list[str]]:
     wrapped = [Prompt(f"prompt/{number}", text) for number, text in enumerate(prompts)]
     requests = []
     for number, prompt in enumerate(wrapped):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -102,6 +102,23 @@ def packed_hidden(
             gspo_context=context,
         )
     return output.last_hidden_state[0]
+
+
+def score_next(policy: Policy, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
+    """Log-probability (nats, float32) of each of ``token_ids`` to come next after ``prompt_ids``."""
+    policy.model.eval()
+    row = Row(prompt_ids, token_ids[:1], [True], 1.0, [0.0])
+    batch = pack([row], [0], max_tokens=len(prompt_ids) + 1)[0]
+    with torch.no_grad():
+        if policy.attention == "plain":
+            attend = policy.attention_implementation("sdpa" if policy.model._supports_sdpa else "eager")
+            with attend:
+                ids = torch.tensor([list(prompt_ids)], device=policy.device)
+                logits = policy.model(input_ids=ids, use_cache=False).logits[0, -1]
+        else:
+            context = attention.PackedAttention(batch.layout)
+            logits = policy.head(packed_hidden(policy, batch.token_ids, batch.position_ids, context)[-1])
+    return logits.float().log_softmax(-1)[list(token_ids)].tolist()
 
 
 def score_plain(

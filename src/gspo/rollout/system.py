@@ -11,6 +11,7 @@ from gspo.chat import ChatFormat, end_token_ids
 from gspo.config import Config
 from gspo.engines.base import Engine, Sampling
 from gspo.engines.native import NativeEngine
+from gspo.engines.vllm import VLLMEngine
 from gspo.errors import ConfigError, DataError
 from gspo.policy import moe
 from gspo.policy.forward import choose_attention
@@ -31,8 +32,20 @@ class System:
     facts: list[str]
 
     def sampling(self, config: Config, temperature: float) -> Sampling:
-        should_stop = self.chat.ends_with_stop if self.chat.stop else None
-        return Sampling(config.rollout.max_tokens, temperature, self.chat.end_token_ids, should_stop)
+        chat = self.chat
+        should_stop = chat.ends_with_stop if chat.stop else None
+        return Sampling(
+            config.rollout.max_tokens,
+            temperature,
+            chat.end_token_ids,
+            should_stop,
+            chat.stop,
+            chat.skip_special_tokens,
+        )
+
+    def close(self) -> None:
+        """End what runs outside this process. Whoever loads a system closes it."""
+        self.engine.close()
 
 
 def load_system(config: Config, *, task: Task | None = None, policy: Policy | None = None) -> System:
@@ -66,7 +79,8 @@ def load_system(config: Config, *, task: Task | None = None, policy: Policy | No
         stop=config.rollout.stop,
         end_token_ids=end_token_ids(policy.tokenizer, policy.model.generation_config),
     )
-    engine = _engine(config, policy)
+    engine = _engine(config, policy, longest)
+    facts += engine.facts
     facts.append(
         f"sampling: temperature {config.rollout.temperature:g}, top_p 1, top_k off, at most "
         f"{config.rollout.max_tokens} tokens (the model's own generation settings are not used)"
@@ -74,8 +88,11 @@ def load_system(config: Config, *, task: Task | None = None, policy: Policy | No
     return System(policy, chat, engine, task, facts)
 
 
-def _engine(config: Config, policy: Policy) -> Engine:
+def _engine(config: Config, policy: Policy, longest: int) -> Engine:
     dtype = policy.dtype if config.engine.dtype == "auto" else resolve_dtype(config.engine.dtype)
+    if config.engine.kind == "vllm":
+        trust = config.model.trust_remote_code
+        return VLLMEngine(policy, config.engine, longest=longest, dtype=dtype, trust=trust)
     if dtype == policy.dtype:
         return NativeEngine(policy, max_batch=config.engine.max_batch)
     return NativeEngine(copy_policy(policy, dtype), owner=policy, max_batch=config.engine.max_batch)

@@ -1,35 +1,59 @@
-"""Publishing weights to the engine, proved each time by a probe.
+"""Publishing weights to the engine, proved by a probe.
 
-A fixed token row is scored by the engine and by the trainer. An engine that has the new weights differs from the
-trainer by the noise between the two, however far the update moved the row; one that ignored the update, or took half of
-it, differs by a good part of that move. So an update is caught missing when it moved the row by more than the noise.
+After each publish the trainer and the engine tell, for fixed prompts, how likely each of some tokens is to come next.
+The move m of these log-probabilities since a reference point is known from the trainer; the engine's own move d must be
+the same but for rounding. ``share`` = <d, m> / <m, m> is the part of the move that the engine made: 1 when it has the
+weights, 0 when it ignores them, between when it took some, or answers from a cache of older ones.
+
+An engine in bfloat16 rounds by more than one small update moves. So moves add up: the reference stays until the move is
+large against the rounding, then a decision is made and the reference is set anew.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import torch
 
 from gspo.engines.base import Engine
 from gspo.errors import WeightSyncError
-from gspo.packing import Row, pack
-from gspo.policy.forward import score
+from gspo.policy.forward import score_next
 from gspo.policy.load import Policy
 
-PROBE_TOKENS = 16
+PROBE_PROMPTS = 4
+PROBE_TOKENS = 132
+"""Of each prompt: more than a block (16 or 128 tokens) of a prefix cache, so that one not reset shows."""
+CANDIDATES = 64
+"""Most likely next tokens after each prompt, at the start, whose log-probabilities are compared."""
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""Mean difference (nats a token) between two implementations of one model that is taken for rounding."""
+"""Difference (nats, root mean square) between two implementations of one model that is taken for rounding."""
+DECISIVE = 4.0
+"""A decision is made when the move is so many times the rounding."""
+LEAST_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What trainer and engine say of the probe, at one time: float64 [PROBE_PROMPTS * CANDIDATES]."""
+
+    trainer: torch.Tensor
+    engine: torch.Tensor
 
 
 class Publisher:
-    """Made once with the starting weights, whose gap to the engine's is taken as the noise between the two."""
+    """Made once with weights that the engine has; their gap to the engine's is taken as the noise between the two.
+
+    ``noise``: root mean square, in nats a token. ``decided``: version of the last publish that was proved.
+    """
 
     def __init__(self, policy: Policy, engine: Engine) -> None:
         self.policy, self.engine = policy, engine
-        generator = torch.Generator().manual_seed(0)
-        vocabulary = policy.model.config.get_text_config().vocab_size
-        self.row = torch.randint(0, vocabulary, (PROBE_TOKENS,), generator=generator).tolist()
-        self.before = self._trainer_scores()
-        self.noise = _gap(self.engine.score(self.row), self.before)
+        self.prompts = _prompts(policy)
+        self.candidates = [_likely(policy, prompt) for prompt in self.prompts]
+        self.reference = self._scores()
+        self.noise = _size(self.reference.engine - self.reference.trainer)
+        self.decided = engine.policy_version
         self._check_noise()
 
     def publish(self, version: int) -> float:
@@ -38,38 +62,59 @@ class Publisher:
         Raises WeightSyncError when the engine does not sample from them.
         """
         self.engine.load_weights(version)
-        engine, now = self.engine.score(self.row), self._trainer_scores()
-        gap, gap_before, moved = _gap(engine, now), _gap(engine, self.before), _gap(now, self.before)
-        if gap > max(8 * self.noise, ROUNDING[torch.float32]) and gap > moved / 4:
-            raise WeightSyncError(
-                f"The engine does not have the weights of version {version}: on the probe row its log-probabilities "
-                f"are {gap:.2g} nat a token from the trainer's (noise {self.noise:.2g}), and {gap_before:.2g} from "
-                f"those of the version before; the update moved them by {moved:.2g}. Sampling would go on from old or "
-                "damaged weights, so the run stops."
-            )
-        self.before = now
-        self.noise += 0.1 * (gap - self.noise)  # it grows as the policy sharpens
+        now = self._scores()
+        gap = _size(now.engine - now.trainer)
+        moved, made = now.trainer - self.reference.trainer, now.engine - self.reference.engine
+        if not math.isfinite(gap):
+            raise WeightSyncError(f"After version {version} the engine's log-probabilities are not finite.")
+        if _size(moved) > DECISIVE * max(self.noise, ROUNDING[torch.float32]):
+            share = float(made @ moved / (moved @ moved))
+            if share < LEAST_SHARE or _size(made - moved) > _size(moved) / 2:
+                self._refuse(version, share, _size(moved), gap)
+            self.reference, self.decided = now, version
+            self.noise += 0.1 * (gap - self.noise)  # it grows as the policy sharpens
         return gap
 
     def forget(self) -> None:
-        """Take the present weights as the ones last published."""
-        self.before = self._trainer_scores()
+        """Take the present weights, here and in the engine, as the reference."""
+        self.reference = self._scores()
+
+    def _refuse(self, version: int, share: float, moved: float, gap: float) -> None:
+        raise WeightSyncError(
+            f"The engine does not have the weights of version {version}: since version {self.decided}, which it had, "
+            f"the probe's log-probabilities moved by {moved:.2g} nat a token in the trainer, and the engine made "
+            f"{100 * share:.0f} % of that move (they are {gap:.2g} apart; the rounding between the two is "
+            f"{self.noise:.2g}). Sampling would go on from old or damaged weights, so the run stops."
+        )
 
     def _check_noise(self) -> None:
         limit = 3 * ROUNDING[torch.bfloat16]  # engines may compute in bfloat16 whatever the trainer does
         if not self.noise <= limit:
             raise WeightSyncError(
-                f"Engine and trainer disagree before any update: {self.noise:.2g} nat a token on the probe row, more "
+                f"Engine and trainer disagree before any update: {self.noise:.2g} nat a token on the probe, more "
                 f"than {limit:g}. They do not have the same model."
             )
 
-    def _trainer_scores(self) -> list[float]:
-        row = Row(self.row[:1], self.row[1:], [True] * (PROBE_TOKENS - 1), 1.0, [0.0] * (PROBE_TOKENS - 1))
-        with torch.no_grad():
-            batch = pack([row], [0], max_tokens=PROBE_TOKENS)[0]
-            return score(self.policy, batch, entropy=False).logprobs.tolist()
+    def _scores(self) -> _Scores:
+        pairs = list(zip(self.prompts, self.candidates, strict=True))
+        trainer = [value for prompt, tokens in pairs for value in score_next(self.policy, prompt, tokens)]
+        engine = [value for prompt, tokens in pairs for value in self.engine.next_logprobs(prompt, tokens)]
+        return _Scores(torch.tensor(trainer, dtype=torch.float64), torch.tensor(engine, dtype=torch.float64))
 
 
-def _gap(first: list[float], second: list[float]) -> float:
-    """Mean absolute difference."""
-    return sum(abs(a - b) for a, b in zip(first, second, strict=True)) / len(first)
+def _prompts(policy: Policy) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    length = min(PROBE_TOKENS, policy.context_length - 1)
+    return torch.randint(0, vocabulary, (PROBE_PROMPTS, length), generator=generator).tolist()
+
+
+def _likely(policy: Policy, prompt: list[int]) -> list[int]:
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    every = torch.tensor(score_next(policy, prompt, range(vocabulary)))
+    return every.topk(min(CANDIDATES, vocabulary // 2)).indices.tolist()
+
+
+def _size(values: torch.Tensor) -> float:
+    """Root mean square."""
+    return float(values.square().mean().sqrt())

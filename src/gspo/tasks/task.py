@@ -85,8 +85,8 @@ def load_task(
         rewards, notes = _rewards(config, functions or config.task.reward)
     if rewards is None:
         raise ConfigError(
-            f"task.prompts = {brief(spec, 300)} comes without a way to score answers: set task.reward to a function, such "
-            "as 'rewards.py:correct' (file and name) or 'package.module:correct'."
+            f"task.prompts = {brief(spec, 300)} comes without a way to score answers: set task.reward to a function, "
+            "such as 'rewards.py:correct' (file and name) or 'package.module:correct'."
         )
     return Task(spec, train, heldout, rewards, notes)
 

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -65,10 +65,12 @@ def train(
     with ExitStack() as held:
         if point:
             held.enter_context(point.directory.only_writer())
-        system = system or load_system(config)
+        if system is None:
+            system = held.enter_context(closing(load_system(config)))
         directory = point.directory if point else RunDirectory.create(config.run.directory, config.run.name or "run")
         if not point:
             held.enter_context(directory.only_writer())
+        system.engine.log_to(directory.path)
         return _Run(config, system, directory, callbacks, point).train()
 
 

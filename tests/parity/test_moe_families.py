@@ -14,7 +14,7 @@ from gspo.engines.base import Request, Sampling
 from gspo.engines.native import NativeEngine
 from gspo.packing import Row, pack, pack_step
 from gspo.policy import moe
-from gspo.policy.forward import Scored, choose_attention, score
+from gspo.policy.forward import Scored, choose_attention, score, score_next
 from gspo.policy.load import Policy
 from gspo.rollout.system import copy_policy
 from gspo.training.checkpoint import write_model
@@ -150,5 +150,4 @@ def test_a_second_copy_follows_every_expert(family: str) -> None:
         engine.load_weights(version)
         pairs = zip(policy.model.state_dict().items(), engine.policy.model.state_dict().values(), strict=True)
         assert [name for (name, mine), theirs in pairs if not torch.equal(mine, theirs)] == []
-    batch = pack([Row(row[:1], row[1:], [True] * 15, 1.0, [0.0] * 15)], [0], max_tokens=64)[0]
-    assert engine.score(row) == pytest.approx(score(policy, batch).logprobs.tolist(), abs=1e-6)
+    assert engine.next_logprobs(row, row) == pytest.approx(score_next(policy, row, row), abs=1e-6)

@@ -141,14 +141,7 @@ class VLLMEngine(Engine):
         """A plain Hugging Face folder, complete when it has its name: a dead server is restarted from it."""
         partial = folder.with_name(folder.name + ".partial")
         try:
-            cast: dict[int, torch.Tensor] = {}  # by storage: tied weights stay one tensor
-            state = {
-                name: cast.setdefault(tensor.data_ptr(), tensor.detach().to(self.dtype))
-                for name, tensor in self.policy.model.state_dict().items()
-            }
-            with self.policy.attention_implementation("sdpa"):
-                self.policy.model.save_pretrained(partial, state_dict=state)
-            self.policy.tokenizer.save_pretrained(partial)
+            save_model(self.policy, self.dtype, partial, untie=not torch.cuda.is_available())
             partial.rename(folder)
         except OSError as error:
             raise EngineError(
@@ -237,9 +230,10 @@ class VLLMEngine(Engine):
             self.client.once("POST", "/abort_requests", {}, 5.0)
 
     def _complete(self, request: Request, sampling: Sampling) -> list[Completion]:
+        count = request.num_samples if sampling.temperature > 0 else 1  # greedy answers are all the same
         body = FIXED | {
             "prompt": list(request.prompt_ids),
-            "n": request.num_samples,
+            "n": count,
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "seed": request_seed(request),
@@ -251,11 +245,36 @@ class VLLMEngine(Engine):
 
         def accept(answer: Any) -> list[Completion]:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            if len(choices) != request.num_samples:
-                raise Unusable(f"{len(choices)} answers came for {request.num_samples} asked for")
-            return [to_completion(choice, sampling, self.policy_version) for choice in choices]
+            if len(choices) != count:
+                raise Unusable(f"{len(choices)} answers came for {count} asked for")
+            found = [to_completion(choice, sampling, self.policy_version) for choice in choices]
+            return found if count == request.num_samples else found * request.num_samples
 
         return self.client.post("/v1/completions", body, _as_unusable(accept))
+
+
+def save_model(policy: Policy, dtype: torch.dtype, folder: Path, *, untie: bool) -> None:
+    """A plain Hugging Face folder in ``dtype``.
+
+    ``untie``: write a head of its own for a model that shares it with the embedding. On the CPU, vLLM 0.32 packs the
+    head's weights once and does not do it again when the embedding is loaded anew: a tied head would stay as it was.
+    """
+    config, cast = policy.model.config, {}  # by address: what is tied stays one tensor
+    state = {
+        name: cast.setdefault(tensor.data_ptr(), tensor.detach().to(dtype, copy=True))
+        for name, tensor in policy.model.state_dict().items()
+    }
+    tied = config.tie_word_embeddings
+    try:
+        if untie and tied:
+            config.tie_word_embeddings = False
+            head = next(name for name, module in policy.model.named_modules() if module is policy.head)
+            state[f"{head}.weight"] = state[f"{head}.weight"].clone()
+        with policy.attention_implementation("sdpa"):
+            policy.model.save_pretrained(folder, state_dict=state)
+    finally:
+        config.tie_word_embeddings = tied
+    policy.tokenizer.save_pretrained(folder)
 
 
 def server_arguments(policy: Policy, config: EngineConfig, longest: int, dtype: torch.dtype, trust: bool) -> list[str]:

@@ -98,7 +98,7 @@ def _detail(error: urllib.error.HTTPError) -> str:
     except (OSError, ValueError, http.client.HTTPException):
         return error.reason
     inner = found.get("error", found) if isinstance(found, dict) else found
-    return str(inner.get("message", inner.get("detail", inner)) if isinstance(inner, dict) else inner)[:500]
+    return str(inner.get("message", inner.get("detail", inner)) if isinstance(inner, dict) else inner)[:500].rstrip(".")
 
 
 def _hint(error: urllib.error.HTTPError) -> str:

@@ -43,6 +43,7 @@ class VLLMServer:
         self.command = [os.path.expanduser(python) or sys.executable, *MODULE, *arguments]
         self.url = ""
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self.first_error = ""  # what a death begins with; hundreds of lines may follow it
         self.process: subprocess.Popen[bytes] | None = None
         self.group = 0
         self.log: IO[str] | None = None
@@ -50,7 +51,7 @@ class VLLMServer:
 
     def start(self, model: Path) -> None:
         """Start it with the weights in ``model``; raises EngineError when the command cannot be run."""
-        port = free_port()
+        port, self.first_error = free_port(), ""
         self.url = f"http://127.0.0.1:{port}"
         command = [*self.command, "--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
         environment = {name: value for name, value in os.environ.items() if name not in DROPPED}
@@ -101,8 +102,7 @@ class VLLMServer:
             raise ServerDied(f"The vLLM server has ended (exit code {self.process.returncode}). {self.end_of_log()}")
 
     def end_of_log(self) -> str:
-        errors = [line for line in self.lines if "Error:" in line and "WARNING" not in line][:1]  # the rest follow it
-        shown = [*errors, *list(self.lines)[-SHOWN_LINES:]]
+        shown = [*([self.first_error] if self.first_error else []), *list(self.lines)[-SHOWN_LINES:]]
         where = f" (all of it: {self.log.name})" if self.log else ""
         return f"The end of its log{where}:\n" + "\n".join(f"    {line[:300]}" for line in shown)
 
@@ -142,6 +142,8 @@ class VLLMServer:
     def _keep(self, line: str) -> None:
         with self.lock:
             self.lines.append(line)
+            if not self.first_error and "Error:" in line and "WARNING" not in line:
+                self.first_error = line
             if self.log is not None and not self.log.closed:
                 with contextlib.suppress(OSError):  # a full disk shows elsewhere
                     self.log.write(line + "\n")

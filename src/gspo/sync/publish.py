@@ -28,9 +28,11 @@ CANDIDATES = 64
 """Most likely next tokens after each prompt, at the start, whose log-probabilities are compared."""
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Difference (nats, root mean square) between two implementations of one model that is taken for rounding."""
-DECISIVE = 4.0
-"""A decision is made when the move is so many times the rounding."""
+DECISIVE, CLEAR = 4.0, 12.0
+"""How many times the rounding the move must be for a decision, and for one that also finds missing tensors."""
 LEAST_SHARE = 0.75
+LARGEST_REST = 0.25
+"""Of a clear move, what the engine may have made otherwise. With half of a small model's tensors old it is 0.3."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,15 @@ class Publisher:
         moved, made = now.trainer - self.reference.trainer, now.engine - self.reference.engine
         if not math.isfinite(gap):
             raise WeightSyncError(f"After version {version} the engine's log-probabilities are not finite.")
-        if _size(moved) > DECISIVE * max(self.noise, ROUNDING[torch.float32]):
+        size, noise = _size(moved), max(self.noise, ROUNDING[torch.float32])
+        if size > DECISIVE * noise:
             share = float(made @ moved / (moved @ moved))
-            if share < LEAST_SHARE or _size(made - moved) > _size(moved) / 2:
-                self._refuse(version, share, _size(moved), gap)
-            self.reference, self.decided = now, version
-            self.noise += 0.1 * (gap - self.noise)  # it grows as the policy sharpens
+            if share < LEAST_SHARE or _size(made - moved) > max(3 * noise, LARGEST_REST * size):
+                self._refuse(version, share, size, gap)
+            self.decided = version
+            if size > CLEAR * noise:
+                self.reference = now
+                self.noise += 0.1 * (gap - self.noise)  # it grows as the policy sharpens
         return gap
 
     def forget(self) -> None:

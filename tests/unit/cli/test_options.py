@@ -22,7 +22,11 @@ WORDS_AND_VALUE: dict[str, tuple[str, object]] = {
     "rollout.top_p": ("1.0", 1.0),
     "rollout.top_k": ("0", 0),
     "rollout.stop": ("a b", ("a", "b")),
-    "engine.kind": ("native", "native"),
+    "engine.kind": ("vllm", "vllm"),
+    "engine.url": ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+    "engine.python": ("python3", "python3"),
+    "engine.arguments": ("a b", ("a", "b")),
+    "engine.on_death": ("restart", "restart"),
     "engine.dtype": ("float32", "float32"),
     "algorithm.objective": ("grpo", "grpo"),
     "algorithm.clip_low": ("0.125", 0.125),
@@ -67,6 +71,7 @@ def test_every_key_has_a_flag_that_sets_it(tmp_path: Path, key: str) -> None:
     if key not in ("rollout.top_p", "rollout.top_k", "engine.kind"):  # these have one good value
         assert value != default
     more = ["--eval.temperature", "1.0"] if key == "eval.samples" else []
+    more += ["--engine.kind", "vllm"] if key in ("engine.url", "engine.python", "engine.arguments") else []
     if key == "track.kinds":  # the flag arrives, and is refused: there is no tracker yet
         with pytest.raises(ConfigError, match="no tracker is available"):
             made(tmp_path, f"--{key}", *words.split())

@@ -162,11 +162,11 @@ def test_plain_generation_agrees_with_packed(tiny_policy: Policy) -> None:
         assert first.logprobs == pytest.approx(second.logprobs, abs=1e-5)
 
 
-def test_score_is_the_plain_logprob(tiny_policy: Policy) -> None:
-    ids = [5, 17, 40, 2, 2, 71]
+def test_next_logprobs_are_the_plain_ones(tiny_policy: Policy) -> None:
+    ids, asked = [5, 17, 40, 2, 2, 71], [3, 71, 0]
     logits = tiny_policy.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double()
-    expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-    assert NativeEngine(tiny_policy).score(ids) == pytest.approx(expected, abs=1e-5)
+    expected = logits[-1].log_softmax(-1)[asked].tolist()
+    assert NativeEngine(tiny_policy).next_logprobs(ids, asked) == pytest.approx(expected, abs=1e-5)
 
 
 def test_progress_counts_answers(tiny_policy: Policy) -> None:

@@ -28,12 +28,12 @@ class LoadsHalf(NativeEngine):
 
 
 class KeepsItsCache(NativeEngine):
-    """Answers a row it has seen from memory, as a prefix cache that is not reset does."""
+    """Answers a prompt it has seen from memory, as a prefix cache that is not reset does."""
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
+    def next_logprobs(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
         if not hasattr(self, "memory"):
             self.memory: dict[tuple[int, ...], list[float]] = {}
-        return self.memory.setdefault(tuple(token_ids), super().score(token_ids))
+        return self.memory.setdefault(tuple(prompt_ids), super().next_logprobs(prompt_ids, token_ids))
 
 
 def move(policy: Policy, size: float, seed: int = 0) -> None:
@@ -43,13 +43,28 @@ def move(policy: Policy, size: float, seed: int = 0) -> None:
             parameter += torch.randn(parameter.shape, generator=generator).to(parameter) * size
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [IgnoresUpdates, LoadsHalf, KeepsItsCache])
-def test_an_engine_without_the_new_weights_is_caught(tiny_policy: Policy, kind: type[NativeEngine]) -> None:
-    engine = kind(copy_policy(tiny_policy, torch.float32), owner=tiny_policy)
+def test_an_engine_without_the_new_weights_is_caught(
+    tiny_policy: Policy, kind: type[NativeEngine], dtype: torch.dtype
+) -> None:
+    engine = kind(copy_policy(tiny_policy, dtype), owner=tiny_policy)
     publisher = Publisher(tiny_policy, engine)
     move(tiny_policy, 1e-2)
     with pytest.raises(WeightSyncError, match="does not have the weights of version 4"):
         publisher.publish(4)
+
+
+@pytest.mark.parametrize("kind", [IgnoresUpdates, LoadsHalf, KeepsItsCache])
+def test_updates_below_the_rounding_add_up(tiny_policy: Policy, kind: type[NativeEngine]) -> None:
+    """No single one of them can be told from the engine's bfloat16; together they can."""
+    engine = kind(copy_policy(tiny_policy, torch.bfloat16), owner=tiny_policy)
+    publisher = Publisher(tiny_policy, engine)
+    with pytest.raises(WeightSyncError, match="does not have the weights"):
+        for version in range(1, 200):
+            move(tiny_policy, 1e-4, version)
+            publisher.publish(version)
+    assert version > 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -80,7 +80,10 @@ ELSEWHERE = {
     "rollout.top_p": "refused, tests/e2e/test_mistakes.py",
     "rollout.top_k": "refused, tests/e2e/test_mistakes.py",
     "rollout.skip_special_tokens": "tests/unit/test_chat.py",
-    "engine.kind": "one choice",
+    **{
+        f"engine.{key}": "tests/unit/engines/test_vllm.py"
+        for key in ("kind", "url", "python", "arguments", "weights_directory", "request_timeout", "retries", "on_death")
+    },
     "algorithm.old_logprobs": "tests/unit/training/test_mismatch.py",
     "algorithm.correction": "tests/unit/training/test_mismatch.py",
     "algorithm.correction_cap": "tests/unit/training/test_mismatch.py",

@@ -259,7 +259,8 @@ def save_model(policy: Policy, dtype: torch.dtype, folder: Path, *, untie: bool)
     ``untie``: write a head of its own for a model that shares it with the embedding. On the CPU, vLLM 0.32 packs the
     head's weights once and does not do it again when the embedding is loaded anew: a tied head would stay as it was.
     """
-    config, cast = policy.model.config, {}  # by address: what is tied stays one tensor
+    config = policy.model.config
+    cast: dict[int, torch.Tensor] = {}  # by address: what is tied stays one tensor
     state = {
         name: cast.setdefault(tensor.data_ptr(), tensor.detach().to(dtype, copy=True))
         for name, tensor in policy.model.state_dict().items()

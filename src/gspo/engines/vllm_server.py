@@ -46,12 +46,13 @@ class VLLMServer:
         self.first_error = ""  # what a death begins with; hundreds of lines may follow it
         self.process: subprocess.Popen[bytes] | None = None
         self.group = 0
+        self.ended: int | None = None  # its exit code
         self.log: IO[str] | None = None
         self.lock = threading.Lock()
 
     def start(self, model: Path) -> None:
         """Start it with the weights in ``model``; raises EngineError when the command cannot be run."""
-        port, self.first_error = free_port(), ""
+        port, self.first_error, self.ended = free_port(), "", None
         self.url = f"http://127.0.0.1:{port}"
         command = [*self.command, "--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
         environment = {name: value for name, value in os.environ.items() if name not in DROPPED}
@@ -97,9 +98,13 @@ class VLLMServer:
 
     def check(self) -> None:
         """Raises ServerDied, with the end of the log, when the process is gone."""
-        if self.process is not None and self.process.poll() is not None:
+        if self.process is None:
+            return
+        if self.process.poll() is not None:
             self.reader.join(1)  # the last lines are on their way
-            raise ServerDied(f"The vLLM server has ended (exit code {self.process.returncode}). {self.end_of_log()}")
+            self.ended = self.process.returncode if self.ended is None else self.ended
+        if self.ended is not None:
+            raise ServerDied(f"The vLLM server has ended (exit code {self.ended}). {self.end_of_log()}")
 
     def end_of_log(self) -> str:
         shown = [*([self.first_error] if self.first_error else []), *list(self.lines)[-SHOWN_LINES:]]
@@ -136,8 +141,12 @@ class VLLMServer:
 
     def _read(self, stream: IO[bytes]) -> None:
         with stream:
-            for line in stream:
-                self._keep(line.decode(errors="replace").rstrip())
+            for data in stream:
+                line = data.decode(errors="replace").rstrip()
+                if line.startswith(vllm_watch.ENDED):
+                    self.ended = int(line.removeprefix(vllm_watch.ENDED))
+                elif line:
+                    self._keep(line)
 
     def _keep(self, line: str) -> None:
         with self.lock:

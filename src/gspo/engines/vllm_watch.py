@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 
+ENDED = "gspo: the server ended with exit code "
+
 
 def main(grace: float, command: list[str]) -> int:
     owner = os.getppid()
@@ -25,9 +27,18 @@ def main(grace: float, command: list[str]) -> int:
     while child.poll() is None and os.getppid() == owner:
         if select.select([0], [], [], 0.5)[0] and not os.read(0, 1):
             break
+    ended = child.poll()
+    if ended is not None:  # said now: what it leaves behind may take its time to end
+        with contextlib.suppress(OSError):
+            os.write(1, f"\n{ENDED}{as_shell(ended)}\n".encode())
     end_group(child.pid, grace, child)
     code = child.poll()
-    return 1 if code is None else code if code >= 0 else 128 - code
+    return 1 if code is None else as_shell(code)
+
+
+def as_shell(code: int) -> int:
+    """128 + the signal's number for a process that a signal ended."""
+    return code if code >= 0 else 128 - code
 
 
 def end_group(group: int, grace: float, child: subprocess.Popen[bytes] | None = None) -> None:

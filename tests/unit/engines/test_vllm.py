@@ -198,6 +198,7 @@ engine = VLLMEngine(load_policy(ModelConfig(path="builtin:tiny")), EngineConfig(
 print(engine.server.process.pid, flush=True)
 if {way!r} == "kill the watcher":
     os.kill(engine.server.process.pid, 9)
+    engine.server.process.wait(5)
     try:
         engine.next_logprobs([1, 2], [3])
     except Exception as error:

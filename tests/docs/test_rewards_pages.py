@@ -14,7 +14,6 @@ from gspo.tasks import load_task
 from gspo.tasks.builtin import BUILTIN
 from gspo.tasks.functions import READY
 from gspo.tasks.graders import GRADERS
-from gspo.tasks.graders.code import code
 from gspo.tasks.rewards import RewardSuite
 from gspo.types import Prompt
 
@@ -54,8 +53,6 @@ def test_every_ready_made_reward_is_named_and_only_those() -> None:
         for name in re.findall(r"`(\w+)`", row.split("|")[1])
     }
     assert named == {*GRADERS, *READY}
-    listed = {row.split("`")[1] for row in PAGES["graders"].splitlines() if row.startswith("| `")}
-    assert listed == set(GRADERS)
 
 
 @pytest.mark.parametrize(
@@ -80,15 +77,6 @@ def test_the_examples_of_the_table(name: str, said: str, gold: str) -> None:
 def test_the_reward_example() -> None:
     correct = run(blocks("rewards", "python")[0])["correct"]
     assert correct(["it is 5", "6", "7"], ["5", "5", None]) == [1.0, 0.0, None]
-
-
-def test_the_partial_credit_example() -> None:
-    tests = [["assert double(2) == 4", "assert double(0) == 1"]]
-    program = ["def double(x):\n    return 2 * x"]
-    partial = run(blocks("graders", "python")[0])["partial_credit"](program, tests)
-    assert code(program, tests) == [0.0] and partial[0] in (0.0, 0.5)
-    inputs = [[{"input": "1", "output": "1"}, {"input": "2", "output": "3"}]]
-    assert run(blocks("graders", "python")[0])["partial_credit"](["print(input())"], inputs) == [0.5]
 
 
 def test_the_tasks_of_the_cold_start_page_are_there() -> None:

@@ -19,7 +19,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-NEEDS = {"reasoning_gym": ["reasoning_gym"], "word_problems": ["gspo.tasks.graders", "math_verify"]}
+NEEDS = {"reasoning_gym": ["reasoning_gym"], "word_problems": ["math_verify"]}
 
 
 @pytest.mark.parametrize("recipe", NEEDS)

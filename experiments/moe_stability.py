@@ -1,0 +1,61 @@
+"""(b) Is GSPO more stable than GRPO on a mixture of experts, and does Routing Replay matter? (section 5.3)
+
+GSPO and GRPO, each with and without Routing Replay (R2), at a healthy and a stressed learning rate, 4 and 16 updates a
+batch; and GSPO with its band scaled to the length of the answers.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from experiments.common import Arm, Experiment, Results, main
+from experiments.measure import train
+
+HEALTHY, STRESSED = 1e-4, 1e-3
+SCALED = {"algorithm.clip_low": 0.03, "algorithm.clip_high": 0.04}
+"""A hundred times the paper's."""
+
+
+def arms() -> dict[str, Arm]:
+    kinds: dict[str, dict[str, Any]] = {
+        "gspo": {"algorithm.objective": "gspo"},
+        "gspo-r2": {"algorithm.objective": "gspo", "algorithm.routing_replay": "old"},
+        "grpo": {"algorithm.objective": "grpo"},
+        "grpo-r2": {"algorithm.objective": "grpo", "algorithm.routing_replay": "old"},
+        "gspo-wide": {"algorithm.objective": "gspo", **SCALED},
+    }
+    found = {}
+    for rate_name, rate in (("healthy", HEALTHY), ("stressed", STRESSED)):
+        for updates in (4, 16):
+            for kind, values in kinds.items():
+                setting = {"optimizer.learning_rate": rate, "algorithm.updates_per_rollout": updates}
+                found[f"{kind} {rate_name} {updates}"] = Arm("sort_moe", setting | values)
+    return found
+
+
+def draw(results: Results, path: Path) -> None:
+    from experiments import figures  # matplotlib
+
+    figure, axes = figures.grid(3, 4, "Tiny mixture of experts: reward, gradient norm, expert change")
+    settings = [(rate, updates) for rate in ("healthy", "stressed") for updates in (4, 16)]
+    for column, (rate, updates) in enumerate(settings):
+        chosen = figures.by(results, lambda arm, end=f" {rate} {updates}": arm.endswith(end))
+        for row, metric in enumerate(("reward", "grad_norm_max", "expert_change")):
+            axis = axes[row][column]
+            axis.set_title(f"{metric}, {rate}, {updates} updates", fontsize=8)
+            for number, (arm, records) in enumerate(chosen.items()):
+                style = "--" if "r2" in arm else "-"
+                figures.curves(axis, records, metric, arm.split()[0], figures.COLOURS[number], style)
+            if chosen:
+                axis.legend(fontsize=6)
+    figures.save(figure, path)
+
+
+EXPERIMENT = Experiment(
+    "moe_stability", arms(), range(5), train, draw, ["gspo healthy 4", "gspo-r2 healthy 4", "grpo stressed 4"]
+)
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT))

@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+EXPERIMENTS := moe_stability clip_fractions precision staleness long_answers dense_objectives
 
 .PHONY: demo test test-vllm experiments experiments-quick lint types layers pytest bench clean
 
@@ -28,10 +29,10 @@ bench: $(VENV)/.installed
 
 # hours; a run that is done is kept, so it goes on where it was stopped
 experiments: $(VENV)/.installed-experiments
-	$(BIN)/python -m experiments.moe_stability
+	set -e; for name in $(EXPERIMENTS); do $(BIN)/python -m experiments.$$name; done
 
 experiments-quick: $(VENV)/.installed-experiments
-	$(BIN)/python -m experiments.moe_stability --quick
+	set -e; for name in $(EXPERIMENTS); do $(BIN)/python -m experiments.$$name --quick; done
 
 $(VENV)/.installed-experiments: $(VENV)/.installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[experiments]'

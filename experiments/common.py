@@ -6,18 +6,22 @@
     python -m experiments.NAME --arm A --seed S     that run alone
     python -m experiments.NAME --draw               the figure of what is there
 
-A run is stored as soon as it is done, so that a stopped experiment goes on where it was. Every run uses one thread.
+A run is stored as soon as it is done, so that a stopped experiment goes on where it was. Every run uses one thread, and
+as many run at a time as there are cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,6 +99,7 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--draw", action="store_true")
     parser.add_argument("--arm", choices=list(experiment.arms))
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
     options = parser.parse_args(arguments)
     store = Store(experiment, options.quick)
     if options.list:
@@ -103,7 +108,7 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
         run_one(experiment, options.arm, options.seed or 0, store)
     else:
         if not options.draw:
-            _run_missing(experiment, store)
+            _run_missing(experiment, store, options.jobs)
         experiment.draw(store.results(), store.folder / f"{experiment.name}.png")
     return 0
 
@@ -131,13 +136,24 @@ def run_one(experiment: Experiment, arm: str, seed: int, store: Store) -> None:
     store.add(record)
 
 
-def _run_missing(experiment: Experiment, store: Store) -> None:
+def _run_missing(experiment: Experiment, store: Store, jobs: int) -> None:
     missing = store.missing()
-    for number, (arm, seed) in enumerate(missing, 1):
+    for base in dict.fromkeys(experiment.arms[arm].base for arm, _ in missing):
+        start_model(base, store.quick)  # before two runs could make it at the same time
+
+    def run(number: int, arm: str, seed: int) -> None:
         print(f"{experiment.name} {number}/{len(missing)}: {arm} seed {seed}", flush=True)
         command = [sys.executable, "-m", f"experiments.{experiment.name}", "--arm", arm, "--seed", str(seed)]
         quick = ["--quick"] if store.quick else []
         subprocess.run([*command, *quick], check=True, cwd=ROOT.parent, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    with ThreadPoolExecutor(jobs) as pool:
+        runs = [pool.submit(run, number, arm, seed) for number, (arm, seed) in enumerate(missing, 1)]
+        try:
+            for done in runs:
+                done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Store:
@@ -166,13 +182,21 @@ class Store:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Written under another name and renamed: a killed run leaves the file as it was."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        kept = [r for r in self.records() if (r["arm"], r["seed"]) != (record["arm"], record["seed"])]
         order = {run: number for number, run in enumerate(self.experiment.planned(False))}
-        runs = sorted([*kept, record], key=lambda r: order.get((r["arm"], r["seed"]), 0))
-        partial = self.path.with_suffix(".partial")
-        partial.write_text('{"runs": [\n' + ",\n".join(to_json(run) for run in runs) + "\n]}\n", encoding="utf-8")
-        partial.replace(self.path)
+        with self._alone():
+            kept = [r for r in self.records() if (r["arm"], r["seed"]) != (record["arm"], record["seed"])]
+            runs = sorted([*kept, record], key=lambda r: order.get((r["arm"], r["seed"]), 0))
+            partial = self.path.with_suffix(".partial")
+            partial.write_text('{"runs": [\n' + ",\n".join(map(to_json, runs)) + "\n]}\n", encoding="utf-8")
+            partial.replace(self.path)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While no other run reads and writes the file."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
 
 def base_config(base: str, quick: bool) -> Config:

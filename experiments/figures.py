@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -36,6 +36,25 @@ def curves(
     axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
+def against(
+    axis: Any, by_place: Mapping[int, Sequence[Mapping[str, Any]]], metric: str, label: str, colour: Any
+) -> None:
+    """The mean of a curve's last three quarters against a number: every seed, their mean and its 95 % interval."""
+    places, found = list(by_place), []
+    for place, records in by_place.items():
+        values = [late(record["curve"][metric]) for record in records]
+        axis.plot([place] * len(values), values, ".", color=colour, markersize=4, alpha=0.5)
+        found.append(interval(values))
+    halves = [half for _, half in found]
+    axis.errorbar(places, [centre for centre, _ in found], yerr=halves, color=colour, capsize=3, label=label)
+
+
+def late(values: Sequence[float | None]) -> float:
+    """Mean over the last three quarters."""
+    kept = [value for value in values[len(values) // 4 :] if value is not None]
+    return sum(kept) / len(kept) if kept else float("nan")
+
+
 def points(axis: Any, groups: Mapping[str, Sequence[float]], colours: Sequence[Any]) -> None:
     """One column a group: every value as a dot, the mean and its 95 % interval."""
     for place, (values, colour) in enumerate(zip(groups.values(), colours, strict=False)):
@@ -59,6 +78,6 @@ def save(figure: Any, path: Any) -> None:
     plt.close(figure)
 
 
-def by(results: Mapping[str, Any], keep: Callable[[str], bool]) -> dict[str, Any]:
-    """The arms whose name passes."""
-    return {arm: records for arm, records in results.items() if keep(arm)}
+def by(results: Mapping[str, Any], start: str = "", end: str = "") -> dict[str, Any]:
+    """The arms whose names start and end like that."""
+    return {arm: records for arm, records in results.items() if arm.startswith(start) and arm.endswith(end)}

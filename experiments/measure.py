@@ -1,12 +1,13 @@
 """One reinforcement-learning run as an experiment records it: the parts of gspo, put together through its Python API.
 
 ``train`` does what ``gspo train`` does, without a run folder, and can in addition sample from weights that are some
-updates old, or with an engine of another precision. What it returns is plain data.
+batches old, or with an engine of its own. What it returns is plain data.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from gspo.metrics import mean, percentile, std
 from gspo.packing import pack_step
 from gspo.rollout.collect import Collected, collect
 from gspo.rollout.system import System, load_system
+from gspo.sync.publish import Publisher
 from gspo.training.iteration import Iteration, advantages_of, run_updates, split_evenly, to_row
 from gspo.training.observe import rollout_metrics
 from gspo.training.trainer import RowResult, Trainer
@@ -29,7 +31,7 @@ LOG_S, LOG_W = PAPER_CLIP["gspo"], PAPER_CLIP["grpo"]
 def train(
     config: Config, *, lag: int = 0, prepare: Callable[[System], None] | None = None, final_evaluation: bool = True
 ) -> dict[str, Any]:
-    """Train and return {"curve": metric -> value by iteration, "by_update": ..., "final": ...}.
+    """Train and return {"curve": metric -> value by iteration, "by_update": ..., "final": ..., "seconds": by part}.
 
     ``lag``: an update's rollouts were sampled that many rollout batches before it (the first ones by the starting
     weights). ``prepare``: changes the system before anything is sampled, such as its engine.
@@ -37,28 +39,51 @@ def train(
     config = config.resolved()
     torch.manual_seed(config.run.seed)
     system = load_system(config)
-    if prepare is not None:
-        prepare(system)
+    try:
+        if prepare is not None:
+            prepare(system)
+        return _train(system, config, lag, final_evaluation)
+    finally:
+        system.close()
+
+
+def _train(system: System, config: Config, lag: int, final_evaluation: bool) -> dict[str, Any]:
     trainer = Trainer(system.policy, config)
+    # weights in files are proved to arrive; an engine in this process holds the very tensors, or a copy
+    publish = Publisher(system.policy, system.engine).publish if config.engine.kind == "vllm" else None
+    start = evaluations(system, config, ["greedy"]) if final_evaluation else {}
     waiting: deque[Iteration] = deque()
-    lines: list[dict[str, float]] = []
+    lines: list[dict[str, float | None]] = []
     seen: list[tuple[int, RowResult]] = []
+    seconds = dict.fromkeys(("rollout", "reward", "old_logprobs", "update", "publish"), 0.0)
     for number in range(1, config.run.iterations + lag + 1):
         waiting.append(_collect(system, trainer, config, number, stale=lag > 0))
         if len(waiting) <= lag:
             continue
         iteration = waiting.popleft()
         run_updates(iteration, trainer, config)
-        system.engine.load_weights(trainer.optimizer.updates)
+        began = time.perf_counter()
+        (publish or system.engine.load_weights)(trainer.optimizer.updates)
+        seconds["publish"] += time.perf_counter() - began
+        seconds["rollout"] += iteration.collected.rollout_seconds
+        seconds["reward"] += iteration.collected.reward_seconds
+        seconds["old_logprobs"] += iteration.old_seconds
+        seconds["update"] += iteration.update_seconds
         by_update = _by_update(iteration, config)
         lines.append(_line(iteration, config, [row for _, row in by_update]))
         if len(lines) > config.run.iterations // 4:  # past the warm-up of Adam and of the learning rate
             seen += by_update
-    final = evaluations(system, config) if final_evaluation else {}
+    final = evaluations(system, config, list(TEMPERATURES)) if final_evaluation else {}
     curve = {
         key: [rounded(line.get(key)) for line in lines] for key in dict.fromkeys(k for line in lines for k in line)
     }
-    return {"curve": curve, "by_update": _updates(seen, config), "final": final}
+    return {
+        "curve": curve,
+        "by_update": _updates(seen, config),
+        "start": start,
+        "final": final,
+        "seconds": {part: round(value, 1) for part, value in seconds.items()},
+    }
 
 
 def _collect(system: System, trainer: Trainer, config: Config, number: int, *, stale: bool) -> Iteration:
@@ -71,10 +96,14 @@ def _collect(system: System, trainer: Trainer, config: Config, number: int, *, s
     return iteration
 
 
-def evaluations(system: System, config: Config) -> dict[str, float | None]:
+TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
+
+
+def evaluations(system: System, config: Config, ways: Sequence[str]) -> dict[str, float | None]:
     """Held-out accuracy and mean reward, greedy and sampled."""
     found: dict[str, float | None] = {}
-    for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+    for name in ways:
+        temperature = TEMPERATURES[name]
         record, _ = evaluate_system(system, config.with_values({"eval.temperature": temperature}), 0)
         found |= {f"{name}_accuracy": rounded(record["accuracy"]), f"{name}_reward": rounded(record["reward/mean"])}
     return found

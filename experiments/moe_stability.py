@@ -41,7 +41,7 @@ def draw(results: Results, path: Path) -> None:
     figure, axes = figures.grid(3, 4, "Tiny mixture of experts: reward, gradient norm, expert change")
     settings = [(rate, updates) for rate in ("healthy", "stressed") for updates in (4, 16)]
     for column, (rate, updates) in enumerate(settings):
-        chosen = figures.by(results, lambda arm, end=f" {rate} {updates}": arm.endswith(end))
+        chosen = figures.by(results, end=f" {rate} {updates}")
         for row, metric in enumerate(("reward", "grad_norm_max", "expert_change")):
             axis = axes[row][column]
             axis.set_title(f"{metric}, {rate}, {updates} updates", fontsize=8)

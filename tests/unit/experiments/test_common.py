@@ -5,10 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from experiments import common, moe_stability
-from experiments.common import Store
+from experiments import (
+    clip_fractions,
+    common,
+    dense_objectives,
+    long_answers,
+    moe_stability,
+    precision,
+    staleness,
+)
+from experiments.common import Experiment, Store
+from experiments.engines import to_int8_and_back
 from experiments.measure import interval
+
+EXPERIMENTS = [
+    module.EXPERIMENT
+    for module in (dense_objectives, moe_stability, clip_fractions, precision, staleness, long_answers)
+]
 
 
 def test_a_run_that_is_stored_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,10 +38,21 @@ def test_a_run_that_is_stored_is_not_missing(tmp_path: Path, monkeypatch: pytest
     assert [record["value"] for record in store.records()] == [2, 1]
 
 
-def test_every_arm_is_a_config_that_is_accepted() -> None:
-    for arm in moe_stability.EXPERIMENT.arms.values():
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.name)
+def test_every_arm_is_a_config_that_is_accepted(experiment: Experiment) -> None:
+    for arm in experiment.arms.values():
         common.base_config(arm.base, quick=False).with_values(arm.values)
-    assert set(moe_stability.EXPERIMENT.quick_arms) <= set(moe_stability.EXPERIMENT.arms)
+    assert set(experiment.quick_arms) <= set(experiment.arms)
+    assert len(experiment.seeds) >= 3
+
+
+def test_eight_bits() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(3, 5, 64)
+    rounded = to_int8_and_back(weight)
+    step = weight.abs().amax(-1, keepdim=True) / 127
+    assert ((rounded - weight).abs() <= step / 2 * 1.0001).all() and (rounded != weight).any()
+    assert max(len(row.unique()) for row in rounded.flatten(0, 1)) <= 255
 
 
 def test_interval() -> None:

@@ -1,0 +1,56 @@
+"""(f) Long answers, where the paper's band comes near drift and noise: does the picture of short ones turn?
+
+Answers of 324 to 860 tokens (insertion sort written out) on a tiny dense model and a tiny mixture of experts, at a
+healthy and a stressed learning rate.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from experiments.common import Arm, Experiment, Results, main
+from experiments.measure import train
+
+RATES = {"healthy": 1e-4, "stressed": 1e-3}
+KINDS: dict[str, dict[str, Any]] = {
+    "gspo": {"algorithm.objective": "gspo"},
+    "gspo-r2": {"algorithm.objective": "gspo", "algorithm.routing_replay": "old"},
+    "grpo": {"algorithm.objective": "grpo"},
+    "grpo-r2": {"algorithm.objective": "grpo", "algorithm.routing_replay": "old"},
+}
+
+
+def arms() -> dict[str, Arm]:
+    found: dict[str, Arm] = {}
+    for model, base in (("moe", "long_moe"), ("dense", "long_dense")):
+        for rate_name, rate in RATES.items():
+            for kind, values in KINDS.items():
+                if model == "moe" or "r2" not in kind:
+                    found[f"{model} {kind} {rate_name}"] = Arm(base, {"optimizer.learning_rate": rate} | values)
+    return found
+
+
+def draw(results: Results, path: Path) -> None:
+    from experiments import figures  # matplotlib
+
+    settings = [(model, rate) for model in ("moe", "dense") for rate in RATES]
+    figure, axes = figures.grid(4, len(settings), "Answers of 324 to 860 tokens")
+    for column, (model, rate) in enumerate(settings):
+        chosen = figures.by(results, model, rate)
+        for row, metric in enumerate(("reward", "clip_tokens", "std_log_s", "grad_norm_max")):
+            axis = axes[row][column]
+            axis.set_title(f"{metric}, {model}, {rate}", fontsize=8)
+            for number, (arm, records) in enumerate(chosen.items()):
+                style = "--" if "r2" in arm else "-"
+                figures.curves(axis, records, metric, arm.split()[1], figures.COLOURS[number], style)
+            if chosen:
+                axis.legend(fontsize=6)
+    figures.save(figure, path)
+
+
+EXPERIMENT = Experiment("long_answers", arms(), range(3), train, draw, ["moe gspo healthy", "dense grpo healthy"])
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT))

@@ -11,6 +11,7 @@ from typing import Any
 
 from experiments.common import Arm, Experiment, Results, main
 from experiments.measure import train
+from experiments.tables import late, moved
 from gspo.config import PAPER_CLIP
 
 WIDTHS = {"gspo": (1, 10, 100), "grpo": (0.1, 1)}
@@ -47,7 +48,7 @@ def draw(results: Results, path: Path) -> None:
         ends = f" {rate:g}"
         chosen = figures.by(results, length, ends)
         for row, metric in enumerate(("clip_tokens", "clip_sequences")):
-            values = {arm.split(" ", 1)[1].removesuffix(ends): [later(record, metric) for record in records]
+            values = {arm.split(" ", 1)[1].removesuffix(ends): [moved(metric)(record) or 0.0 for record in records]
                       for arm, records in chosen.items()}  # fmt: skip
             axes[row][column].set_yscale("symlog", linthresh=1e-4)
             figures.points(axes[row][column], values, figures.COLOURS)
@@ -55,14 +56,16 @@ def draw(results: Results, path: Path) -> None:
     figures.save(figure, path)
 
 
-def later(record: Any, metric: str) -> float:
-    """Mean over an iteration's updates but the first, where no ratio can leave 1."""
-    values = [update[metric] for update in record["by_update"][1:] if update.get(metric) is not None]
-    return sum(values) / len(values) if values else float("nan")
-
+COLUMNS = {
+    "tokens clipped, %": moved("clip_tokens", 100),
+    "sequences with a clipped token, %": moved("clip_sequences", 100),
+    "sd log s": moved("std_log_s"),
+    "sd log w": moved("std_log_w"),
+    "length": late("length"),
+}
 
 EXPERIMENT = Experiment(
-    "clip_fractions", arms(), range(3), train, draw, ["short gspo x1 0.0001", "short grpo x1 0.0001"]
+    "clip_fractions", arms(), range(3), train, draw, COLUMNS, ["short gspo x1 0.0001", "short grpo x1 0.0001"]
 )
 
 if __name__ == "__main__":

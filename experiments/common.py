@@ -1,10 +1,10 @@
 """The runner of all experiments: which runs there are, which are done, one process a run, results merged.
 
-    python -m experiments.NAME                      what is missing, run after run; then the figure
+    python -m experiments.NAME                      what is missing, run after run; then figure and table
     python -m experiments.NAME --quick              the same in miniature, into experiments/results/quick
     python -m experiments.NAME --list               the runs that are missing, one a line
     python -m experiments.NAME --arm A --seed S     that run alone
-    python -m experiments.NAME --draw               the figure of what is there
+    python -m experiments.NAME --draw               figure and table of what is there
 
 A run is stored as soon as it is done, so that a stopped experiment goes on where it was. Every run uses one thread, and
 as many run at a time as there are cores.
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from experiments.tables import table
 from gspo.config import Config
 from gspo.records import to_json
 from gspo.training.coldstart import coldstart
@@ -54,7 +55,7 @@ class Arm:
         """The run's config, from the cold-started model of ``base``, which is made if it is missing."""
         config = base_config(self.base, quick)
         values = {"model.path": str(start_model(self.base, quick)), "run.seed": seed, **self.values}
-        return config.with_values(values | (QUICK if quick else {}))
+        return config.with_values({**values, **(QUICK if quick else {})})
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Experiment:
     seeds: Sequence[int]
     run: Callable[..., dict[str, Any]]
     draw: Callable[[Results, Path], None]
+    columns: Mapping[str, Callable[[Mapping[str, Any]], float | None]]
     quick_arms: Sequence[str]
 
     def planned(self, quick: bool) -> list[tuple[str, int]]:
@@ -110,6 +112,7 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
         if not options.draw:
             _run_missing(experiment, store, options.jobs)
         experiment.draw(store.results(), store.folder / f"{experiment.name}.png")
+        (store.folder / f"{experiment.name}.md").write_text(table(store.results(), experiment.columns), "utf-8")
     return 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from experiments.common import Arm, Experiment, Results, main
 from experiments.measure import train
+from experiments.tables import final, late, moved, seconds
 
 VLLM = {"engine.kind": "vllm", "engine.python": ".venv-vllm/bin/python"}
 ARMS: Mapping[str, Arm] = {
@@ -38,7 +39,16 @@ def draw(results: Results, path: Path) -> None:
     figures.save(figure, path)
 
 
-EXPERIMENT = Experiment("dense_objectives", ARMS, range(3), train, draw, ["gspo", "grpo"])
+COLUMNS = {
+    "held-out accuracy, greedy": final("greedy_accuracy"),
+    "sampled": final("sampled_accuracy"),
+    "reward, last five iterations": late("reward", 5),
+    "tokens clipped, %": moved("clip_tokens", 100),
+    "sd log s": moved("std_log_s"),
+    **{f"{part}, s": seconds(part) for part in ("rollout", "old_logprobs", "update", "publish")},
+}
+
+EXPERIMENT = Experiment("dense_objectives", ARMS, range(3), train, draw, COLUMNS, ["gspo", "grpo"])
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

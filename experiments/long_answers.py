@@ -12,6 +12,7 @@ from typing import Any
 
 from experiments.common import Arm, Experiment, Results, main
 from experiments.measure import train
+from experiments.tables import collapsed, expert_change, final, largest, late, moved
 
 RATES = {"healthy": 1e-4, "stressed": 1e-3}
 KINDS: dict[str, dict[str, Any]] = {
@@ -50,7 +51,20 @@ def draw(results: Results, path: Path) -> None:
     figures.save(figure, path)
 
 
-EXPERIMENT = Experiment("long_answers", arms(), range(3), train, draw, ["moe gspo healthy", "dense grpo healthy"])
+COLUMNS = {
+    "held-out accuracy, sampled": final("sampled_accuracy"),
+    "greedy": final("greedy_accuracy"),
+    "reward, last ten iterations": late("reward"),
+    "collapsed": collapsed,
+    "largest gradient norm": largest("grad_norm_max"),
+    "tokens clipped, %": moved("clip_tokens", 100),
+    "sd log s": moved("std_log_s"),
+    "experts changed by the last update, %": expert_change,
+}
+
+EXPERIMENT = Experiment(
+    "long_answers", arms(), range(3), train, draw, COLUMNS, ["moe gspo healthy", "dense grpo healthy"]
+)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

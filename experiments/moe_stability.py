@@ -12,6 +12,7 @@ from typing import Any
 
 from experiments.common import Arm, Experiment, Results, main
 from experiments.measure import train
+from experiments.tables import collapsed, expert_change, final, largest, late, moved
 
 HEALTHY, STRESSED = 1e-4, 1e-3
 SCALED = {"algorithm.clip_low": 0.03, "algorithm.clip_high": 0.04}
@@ -53,8 +54,19 @@ def draw(results: Results, path: Path) -> None:
     figures.save(figure, path)
 
 
+COLUMNS = {
+    "held-out accuracy, sampled": final("sampled_accuracy"),
+    "greedy": final("greedy_accuracy"),
+    "reward, last ten iterations": late("reward"),
+    "collapsed": collapsed,
+    "largest gradient norm": largest("grad_norm_max"),
+    "tokens clipped, %": moved("clip_tokens", 100),
+    "sd log s": moved("std_log_s"),
+    "experts changed by the last update, %": expert_change,
+}
+
 EXPERIMENT = Experiment(
-    "moe_stability", arms(), range(5), train, draw, ["gspo healthy 4", "gspo-r2 healthy 4", "grpo stressed 4"]
+    "moe_stability", arms(), range(5), train, draw, COLUMNS, ["gspo healthy 4", "gspo-r2 healthy 4", "grpo stressed 4"]
 )
 
 if __name__ == "__main__":

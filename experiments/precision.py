@@ -18,6 +18,7 @@ import torch
 from experiments.common import Arm, Experiment, Results, main
 from experiments.engines import sample_in_int8
 from experiments.measure import ratio_statistics, rounded, train
+from experiments.tables import Column, final, late, moved
 from gspo.config import PAPER_CLIP, Config
 from gspo.metrics import Means, mean
 from gspo.packing import pack_step
@@ -203,8 +204,35 @@ def _by_length(axis: Any, records: Sequence[Mapping[str, Any]], metric: str, lab
         axis.plot(places, values, "o-", color=colour, markersize=3, linewidth=0.8, label=name)
 
 
+def noise(name: str, factor: float = 1.0) -> Column:
+    return lambda record: record["noise"][name] * factor if "noise" in record else None
+
+
+def cosine(objective: str, when: str = "cosine") -> Column:
+    return lambda record: record[when][objective]["cosine"] if when in record else None
+
+
+def trained(column: Column) -> Column:
+    return lambda record: column(record) if "final" in record else None
+
+
+COLUMNS = {
+    "length": noise("length"),
+    "sd log s": noise("std_log_s"),
+    "sd log w": noise("std_log_w"),
+    "sequences outside GSPO's band, %": noise("outside_s", 100),
+    "tokens outside GRPO's, %": noise("outside_w", 100),
+    "gradient cosine, GSPO": cosine("gspo"),
+    "GRPO": cosine("grpo"),
+    "after two updates, GSPO": cosine("gspo", "cosine_drifted"),
+    "GRPO after two": cosine("grpo", "cosine_drifted"),
+    "reward, last ten iterations": trained(late("reward")),
+    "held-out accuracy, sampled": trained(final("sampled_accuracy")),
+    "tokens clipped, %": trained(moved("clip_tokens", 100)),
+}
+
 EXPERIMENT = Experiment(
-    "precision", arms(), range(3), run, draw,
+    "precision", arms(), range(3), run, draw, COLUMNS,
     ["noise short bfloat16", "noise short int8", "train gspo int8 old=engine"],
 )  # fmt: skip
 

@@ -13,6 +13,7 @@ from typing import Any
 from experiments.common import Arm, Experiment, Results, main
 from experiments.measure import train
 from experiments.moe_stability import SCALED
+from experiments.tables import collapsed, expert_change, final, late, moved
 
 AGES = (0, 1, 2, 4, 8)
 KINDS: dict[str, dict[str, Any]] = {
@@ -56,7 +57,17 @@ def draw(results: Results, path: Path) -> None:
     figures.save(figure, path)
 
 
-EXPERIMENT = Experiment("staleness", arms(), range(3), train, draw, ["gspo 0", "grpo 2"])
+COLUMNS = {
+    "held-out accuracy, sampled": final("sampled_accuracy"),
+    "greedy": final("greedy_accuracy"),
+    "reward, last ten iterations": late("reward"),
+    "collapsed": collapsed,
+    "tokens clipped, %": moved("clip_tokens", 100),
+    "sd log s": moved("std_log_s"),
+    "experts changed by the last update, %": expert_change,
+}
+
+EXPERIMENT = Experiment("staleness", arms(), range(3), train, draw, COLUMNS, ["gspo 0", "grpo 2"])
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

@@ -143,7 +143,8 @@ def ratio_statistics(rows: Sequence[RowResult], config: Config) -> dict[str, flo
 
     clip_tokens: share of tokens whose gradient the objective stopped; clip_sequences: share of sequences with at least
     one. outside_s, outside_w: share of sequences and of tokens whose ratio is outside the paper's band of GSPO and of
-    GRPO, whatever the objective and the sign of the advantage. std_log_s, std_log_w: about 0.
+    GRPO, whatever the objective and the sign of the advantage. std_log_s, std_log_w: about 0. log_s_p50 and so on:
+    percentiles of abs(log s); a band of the 70th stops about 15 % where the signs of advantages are even.
     """
     changes = [torch.tensor(row.logprobs) - torch.tensor(row.old_logprobs) for row in rows]
     if not changes:
@@ -159,6 +160,7 @@ def ratio_statistics(rows: Sequence[RowResult], config: Config) -> dict[str, flo
         "outside_w": float(_outside(log_w, LOG_W).float().mean()),
         "std_log_s": float(log_s.square().mean().sqrt()),
         "std_log_w": float(log_w.square().mean().sqrt()),
+        **{f"log_s_p{share:.0%}"[:-1]: percentile(log_s.abs().tolist(), share) for share in (0.5, 0.7, 0.9)},
         "engine_gap_p50": percentile([abs(row.engine_gap) for row in rows if row.engine_gap is not None], 0.5),
     }
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import Progress, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.progress import TextColumn
 
 from gspo.cli.options import parse
 
@@ -23,18 +25,30 @@ class ColdstartOptions:
     """The folder to write; it must not exist yet. Empty: NAME-coldstart beside the runs."""
 
 
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, float], None]]:
+    """A bar on a terminal; in a log file ten lines and the first step's, so that a slow start shows."""
+    if not sys.stderr.isatty():
+        yield _line
+        return
+    columns = (*RichProgress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}"))
+    with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("steps", loss=float("nan"))
+        yield lambda step, steps, loss: bar.update(task, completed=step, total=steps, loss=loss)
+
+
+def _line(step: int, steps: int, loss: float) -> None:
+    if step == 1 or step * 10 // steps > (step - 1) * 10 // steps:
+        print(f"step {step} of {steps}: loss {loss:.3f}", file=sys.stderr, flush=True)
+
+
 def run(arguments: Sequence[str]) -> int:
     config, options = parse("coldstart", arguments, ColdstartOptions, DESCRIPTION)
     from gspo.training.coldstart import coldstart
 
     out = options.out or f"{config.run.directory}/{config.run.name}-coldstart"
-    console = Console(stderr=True)
-    columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}"))
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("steps", loss=float("nan"))
-        result = coldstart(
-            config, out, progress=lambda step, steps, loss: bar.update(task, completed=step, total=steps, loss=loss)
-        )
+    with _progress() as progress:
+        result = coldstart(config, out, progress=progress)
     first, last = result.loss[0], result.loss[-1]
     print(f"{len(result.loss)} steps, {result.tokens} tokens, {result.seconds:.0f} s: loss {first:.3f} -> {last:.3f}")
     if result.too_long:

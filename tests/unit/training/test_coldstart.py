@@ -91,7 +91,10 @@ def test_it_learns_and_the_folder_is_plain(tmp_path: Path, capsys: pytest.Captur
     Config().with_values(values).save(config)
     assert main(["coldstart", str(config)]) == 0
     folder = tmp_path / "vowels-coldstart"
-    assert f"--model.path {folder}" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert f"--model.path {folder}" in said.out
+    lines = [line for line in said.err.splitlines() if line.startswith("step ")]
+    assert len(lines) == 11 and lines[-1].startswith("step 40 of 40: loss ")  # no terminal: the first and each tenth
     facts = json.loads((folder / "coldstart.json").read_text())
     assert facts["loss"][0] > 4 and facts["loss_last_tenth"] < 2
     assert facts["evaluation"]["num_prompts"] == 16 and facts["evaluation"]["accuracy"] > 0.5

@@ -63,7 +63,7 @@ def begin_token(model: Any, tokenizer: Any) -> None:
 
 def rows(folder: Path, **columns: Any) -> str:
     path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"question {n}"} | columns) + "\n" for n in range(30)))
+    path.write_text("".join(json.dumps({"prompt": f"question {n}"} | columns) + "\n" for n in range(300)))
     return str(path)
 
 

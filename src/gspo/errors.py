@@ -52,7 +52,9 @@ class Interrupted(GspoError):
     """The run was asked to stop (Ctrl-C, SIGTERM) and saved what it had; ``directory`` is where."""
 
     def __init__(self, directory: object) -> None:
-        super().__init__(f"Interrupted; everything up to here is saved in {directory}.")
+        super().__init__(
+            f"Interrupted; everything up to here is saved in {directory}. Go on with: gspo train --resume {directory}"
+        )
         self.directory = directory
 
 

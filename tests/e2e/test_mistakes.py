@@ -151,6 +151,23 @@ def test_a_model_without_chat_template(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["train", config, "--task.no_chat", "--run.directory", str(tmp_path / "runs")]) == 0
 
 
+def test_a_run_that_could_not_learn_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every answer scores the same: no update is made, and no speed of updates is shown."""
+    prompts = write(tmp_path, "prompts.jsonl", "\n".join(GOOD_ROW.replace("?", f" {n}?") for n in range(30)))
+    reward = write(tmp_path, "same.py", "def same(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    config = write(tmp_path, "c.toml", BASE)
+    flags = ["--task.prompts", prompts, "--task.reward", f"{reward}:same", "--run.directory", str(tmp_path / "runs")]
+    assert main(["train", config, *flags]) == 0
+    said = capsys.readouterr().out
+    assert "nothing was learned: in all 1 iterations" in said and "rollout tok/s" in said and "update tok/s" not in said
+    assert "K parameters" in said
+    run = str(tmp_path / "runs" / "c")
+    assert main(["train", "--resume", run]) == 0
+    assert "all 1 iterations are done already" in capsys.readouterr().out
+    code, said = attempt(capsys, "eval", config, *flags, "--model.path", run)
+    assert code == 2 and "is a run, not a model. Give one of its checkpoints" in said
+
+
 def test_a_run_directory_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("")

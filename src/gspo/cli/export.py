@@ -19,12 +19,12 @@ DESCRIPTION = (
 
 @dataclass(frozen=True)
 class ExportOptions:
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The run's folder, or its name under runs/."""
-    out: Annotated[str, tyro.conf.Positional]
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """The folder to write; it must not exist yet."""
     checkpoint: str = "newest"
-    """Which checkpoint: 'newest', 'best' (by held-out accuracy), or its name under RUN/checkpoints."""
+    """Which checkpoint: 'newest', 'best' (trained, by held-out accuracy), or its name under RUN/checkpoints."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights written. float32 is what was trained; bfloat16 takes half the space."""
 

@@ -76,7 +76,8 @@ class View(Callback):
                 f"({last['num_prompts']} prompts, standard error {shown(last['accuracy_stderr'])})"
             )
         if self.run:
-            self.say(f"{reason} in {clock(time.monotonic() - self.started)}: {self.run.directory}")
+            when = "in" if reason == "finished" else "after"
+            self.say(f"{reason} {when} {clock(time.monotonic() - self.started)}: {self.run.directory}")
 
     def seconds_scoring(self, stage: str, done: int, total: int) -> float:
         """How long the reward functions have been at it; 0 when they begin, end or are not running."""

@@ -38,6 +38,7 @@ def _with_system(system: System, config: Config, progress: Progress) -> Iterator
     prompts = peek(system, sampled.PROMPTS)
     yield sampled.check_chat(system.chat, prompts)
     yield sampled.check_rewards(system, prompts)
+    yield sampled.check_heldout(config, len(system.task.heldout))
     trainer = Trainer(system.policy, config)
     yield machine.check_disk(config, trainer)
     memory = machine.check_memory(config, trainer, *machine.memory_now_and_available())

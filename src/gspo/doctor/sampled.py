@@ -22,6 +22,8 @@ from gspo.types import Prompt
 
 PROMPTS = 8
 GOLD_COLUMNS = ("solution", "answer")
+FEW_HELDOUT = 16
+"""With fewer, the standard error of an accuracy of one half is above 0.125."""
 JUNK = "I would rather talk about the weather."
 
 
@@ -92,6 +94,18 @@ def check_rewards(system: System, prompts: Sequence[Prompt]) -> Finding:
         advice = "The reward does not recognise right answers. Check columns, and what it does with chat messages."
         return fail("reward", text, advice, gold=gold, junk=junk)
     return ok("reward", text, gold=gold, junk=junk)
+
+
+def check_heldout(config: Config, prompts: int) -> Finding:
+    """Enough held-out prompts that a change of accuracy can be told from chance."""
+    if not config.eval.every:
+        return ok("held-out", "no evaluations (eval.every = 0)")
+    error = 0.5 / max(prompts, 1) ** 0.5
+    text = f"{prompts} prompts; the standard error of their accuracy is at most {error:.2g}"
+    if prompts < FEW_HELDOUT:
+        advice = "Changes of accuracy will be chance. Give more rows, or a file of its own in eval.prompts."
+        return warn("held-out", text, advice, prompts=prompts)
+    return ok("held-out", text, prompts=prompts)
 
 
 def _mean_reward(system: System, prompts: Sequence[Prompt], texts: Sequence[str]) -> float:

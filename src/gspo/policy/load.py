@@ -157,6 +157,11 @@ def _load(config: ModelConfig) -> tuple[Any, Any]:
             f"model.path: there is no folder {path!r}. Give a folder with config.json and weights, a .gguf file, a hub "
             f"id such as 'Qwen/Qwen3-0.6B', {SMOLLM2_NAME!r}, {tiny.NAME!r} or {tiny.MOE_NAME!r}."
         )
+    if (Path(folder) / "checkpoints").is_dir() and not (Path(folder) / "config.json").is_file():
+        raise ConfigError(
+            f"model.path: {path!r} is a run, not a model. Give one of its checkpoints, such as "
+            f"{path.rstrip('/')}/checkpoints/ITERATION, or a folder written by gspo export."
+        )
     options = {"trust_remote_code": config.trust_remote_code}
     try:
         AutoConfig.from_pretrained(folder, **options)

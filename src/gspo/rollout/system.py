@@ -59,7 +59,7 @@ def load_system(config: Config, *, task: Task | None = None, policy: Policy | No
     attention = choose_attention(policy, config.model.attention)
     policy.cast(resolve_dtype(config.model.dtype))
     facts = [
-        f"model: {policy.name}, {policy.num_parameters / 1e6:.0f}M parameters, computing in "
+        f"model: {policy.name}, {_size(policy.num_parameters)} parameters, computing in "
         f"{str(policy.dtype).removeprefix('torch.')}, weights and optimizer in float32",
         attention,
         *task.notes,
@@ -118,3 +118,8 @@ def encode_all(chat: ChatFormat, prompts: Sequence[Prompt], limit: int) -> list[
             f"{min(len(ids) for _, ids in encoded)} tokens). Raise task.max_prompt_tokens."
         )
     return kept
+
+
+def _size(parameters: int) -> str:
+    """135M, or 64K for models that are built in."""
+    return f"{parameters / 1e6:.0f}M" if parameters >= 1e6 else f"{parameters / 1e3:.0f}K"

@@ -58,7 +58,9 @@ def _choose(run: RunDirectory, checkpoint: str) -> str:
         }
         if not there:
             raise CheckpointError(f"No checkpoint of {run.path} was evaluated; use --checkpoint newest.")
-        return str(max(there, key=there.__getitem__))
+        trained = {iteration: accuracy for iteration, accuracy in there.items() if iteration > 0}
+        among = trained or there  # the start is nobody's result, and the run keeps the best trained one too
+        return str(max(among, key=among.__getitem__))
     if not (run.checkpoints / checkpoint).is_dir():
         names = [place.name for place in saved(run.checkpoints)]
         raise CheckpointError(f"{run.path} has no checkpoint {checkpoint!r}; it has: {', '.join(names) or 'none'}.")

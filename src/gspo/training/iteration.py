@@ -198,7 +198,8 @@ def _update_metrics(found: Iteration, config: Config) -> dict[str, Any]:
         "optimizer/updates_masked": found.masked or None,
         "time/old_logprobs_seconds": found.old_seconds,
         "time/update_seconds": found.update_seconds,
-        "throughput/update_tokens_per_second": tokens / max(seconds, 1e-9),
+        # a speed of nothing would be a number without meaning
+        "throughput/update_tokens_per_second": tokens / max(seconds, 1e-9) if found.results else None,
     }
     return {key: value for key, value in metrics.items() if value is not None}
 

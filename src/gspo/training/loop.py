@@ -25,7 +25,7 @@ from gspo.training.callbacks import Callback, RunInfo
 from gspo.training.checkpoint import Place, RunState, load_moments, prune, read_state, save_checkpoint, saved, set_aside
 from gspo.training.environment import environment
 from gspo.training.iteration import Iteration, IterationResult, run_iteration
-from gspo.training.observe import band_note
+from gspo.training.observe import band_note, nothing_learned
 from gspo.training.resume import ResumePoint, find_resume_point, random_states, restore_random_states
 from gspo.training.trainer import Trainer
 
@@ -42,9 +42,9 @@ class RunResult:
     seconds: float = 0.0
     first_eval: dict[str, Any] | None = None
     last_eval: dict[str, Any] | None = None
-    first_answers: list[dict[str, Any]] = field(default_factory=list)
-    last_answers: list[dict[str, Any]] = field(default_factory=list)
-    metrics: list[dict[str, Any]] = field(default_factory=list)
+    first_answers: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    last_answers: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    metrics: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
 
 def train(
@@ -126,7 +126,10 @@ class _Run:
             self.result.first_eval, self.result.last_eval = first, last
             self.result.first_answers = point.directory.eval_answers(first["iteration"])
             self.result.last_answers = point.directory.eval_answers(last["iteration"])
-        return [*point.notes, f"resumed from checkpoint {point.place.name}"]
+        notes = [*point.notes, f"resumed from checkpoint {point.place.name}"]
+        if self.state.iterations >= self.config.run.iterations:
+            notes.append(f"all {self.state.iterations} iterations are done already; a larger run.iterations goes on")
+        return notes
 
     def train(self) -> RunResult:
         start = time.perf_counter()
@@ -176,6 +179,8 @@ class _Run:
             self._evaluate_and_save()
         if self.result.iterations > 1 and self.result.metrics:
             self._say_band(self.result.metrics[-1])
+        if note := nothing_learned(self.result.metrics):
+            self._say(note)
 
     def _iterate(self, number: int) -> IterationResult:
         if self.under_way is None:

@@ -122,3 +122,14 @@ def rollout_record(group: Group, rollout: Rollout, advantage: float, result: Row
         "temperature": rollout.temperature,
         "policy_version": rollout.policy_version,
     }
+
+
+def nothing_learned(metrics: Sequence[Mapping[str, Any]]) -> str | None:
+    """A sentence when no group of any iteration had a signal, so that the weights are those of the start."""
+    if not metrics or any(line["group/no_signal_fraction"] < 1.0 or "objective/loss" in line for line in metrics):
+        return None
+    return (
+        f"nothing was learned: in all {len(metrics)} iterations the answers of each group had the same reward, so no "
+        "update was made. Give partial credit, choose easier (or harder) prompts, or start from a better model; "
+        "gspo doctor checks this before a run."
+    )

@@ -29,7 +29,11 @@ CODES: list[tuple[BaseException, int, str]] = [
     (DataError("bad row"), 2, "gspo: bad row\n"),
     (RewardError("raised"), 1, "gspo: raised\n"),
     (GspoError("else"), 1, "gspo: else\n"),
-    (Interrupted("runs/x"), 130, "gspo: Interrupted; everything up to here is saved in runs/x.\n"),
+    (
+        Interrupted("runs/x"),
+        130,
+        "gspo: Interrupted; everything up to here is saved in runs/x. Go on with: gspo train --resume runs/x\n",
+    ),
     (KeyboardInterrupt(), 130, "gspo: stopped at once; what was saved before is intact.\n"),
 ]
 

@@ -34,7 +34,7 @@ def troubles(found: dict[str, Finding]) -> dict[str, str]:
 def test_a_sound_run_is_met_with_silence(tmp_path: Path) -> None:
     found = findings(**{"run.directory": str(tmp_path / "runs")})
     assert troubles(found) == {}
-    assert len(found) == 13
+    assert len(found) == 14
     assert list(tmp_path.iterdir()) == [], "something was written"
     assert found["reward"].measured["gold"] > found["reward"].measured["junk"]
     assert found["signal"].measured == {"groups": 8, "with_signal": 8}
@@ -63,7 +63,7 @@ def begin_token(model: Any, tokenizer: Any) -> None:
 
 def rows(folder: Path, **columns: Any) -> str:
     path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"question {n}"} | columns) + "\n" for n in range(30)))
+    path.write_text("".join(json.dumps({"prompt": f"question {n}"} | columns) + "\n" for n in range(300)))
     return str(path)
 
 
@@ -96,6 +96,15 @@ def test_no_signal(tmp_path: Path) -> None:
 def test_answers_cut_too_soon() -> None:
     found = findings(**{"rollout.max_tokens": 2})
     assert troubles(found)["answer length"] == "warn" and "cut at 2 tokens" in found["answer length"].text
+
+
+def test_too_few_held_out_prompts_to_tell_a_change_from_chance(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"prompt": f"Name a vowel, please ({n}).", "answer": "a"}) for n in range(30)))
+    values = {"task.prompts": str(rows), "task.reward": ("text",), "rollout.max_tokens": 4}
+    few = findings(**values)["held-out"]
+    assert few.level == "warn" and few.text.startswith("3 prompts; ") and "at most 0.29" in few.text
+    assert findings(**values, **{"eval.every": 0})["held-out"].level == "ok"
 
 
 def test_a_reward_that_fails_on_gold(tmp_path: Path) -> None:
@@ -163,7 +172,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     config = tmp_path / "c.toml"
     Config().with_values(SOUND | {"run.directory": str(tmp_path)}).save(config)
     assert main(["doctor", str(config)]) == 0
-    assert "13 checks, all well." in capsys.readouterr().out
+    assert "14 checks, all well." in capsys.readouterr().out
     assert main(["doctor", str(config), "--json", "--algorithm.clip_high", "0.2", "--algorithm.clip_low", "0.2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [f["name"] for f in found if f["level"] == "warn"] == ["clip range"]

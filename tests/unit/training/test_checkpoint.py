@@ -198,6 +198,17 @@ def test_export_gives_bit_equal_logits(tiny_policy: Policy, tmp_path: Path, tied
     assert not names & set(checkpoint.OWN_FILES) and {"model.safetensors", "tokenizer.json"} <= names
 
 
+def test_the_best_is_one_that_was_trained(tiny_policy: Policy, tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "r")
+    optimizer = trained(tiny_policy, torch.float32).optimizer
+    for iteration, accuracy in ((0, 0.5), (2, 0.25), (4, 0.5), (6, 0.25)):
+        save_checkpoint(run.checkpoints, Place(iteration), tiny_policy, optimizer, RunState(1, 3, {}, "f"), "", None)
+        run.append_eval({"iteration": iteration, "accuracy": accuracy}, [])
+        if iteration == 0:
+            assert export(run.path, tmp_path / "start", "best") == "0"
+    assert export(run.path, tmp_path / "best", "best") == "4"
+
+
 def test_export_says_what_is_wrong(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "r")
     with pytest.raises(CheckpointError, match="no whole checkpoint"):

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from gspo.errors import ConfigError, brief
 
@@ -21,6 +22,9 @@ RoutingReplay = Literal["none", "old", "rollout"]
 
 LARGEST = 1e30
 """Settings are below it: a number that float32 does not hold is no better than infinity."""
+
+LONGEST_WAIT = 1_000_000
+"""Seconds; the system's timers do not take much more."""
 
 MIN_TEMPERATURE = 1e-4
 """Below it log-probs of the tempered distribution leave float32."""
@@ -305,9 +309,10 @@ class Config:
         """A copy with some values replaced; keys are 'section.key'."""
         data = asdict(self)
         for dotted, value in values.items():
-            section, _, key = dotted.partition(".")
-            if key:
-                data.setdefault(section, {})[key] = value
+            section, _, key = str(dotted).partition(".")
+            value = str(value) if isinstance(value, Path) else value
+            if key and isinstance(data.setdefault(section, {}), dict):
+                data[section][key] = value
             else:
                 data[section] = value
         return type(self).from_dict(data, where=where)
@@ -462,6 +467,11 @@ def _check_ranges(config: Config) -> None:
         value = getattr(getattr(config, section), key)
         if not smallest <= value < (1 << 63 if isinstance(value, int) else LARGEST):
             raise ConfigError(f"{dotted} must be a finite number of at least {smallest}, found {brief(value)}.")
+    if config.task.reward_timeout > LONGEST_WAIT:
+        raise ConfigError(
+            f"task.reward_timeout must be at most {LONGEST_WAIT:,} seconds, or 0 for no limit, found "
+            f"{config.task.reward_timeout}."
+        )
     if config.eval.num_prompts > 100_000:
         raise ConfigError(f"eval.num_prompts must be at most 100000, found {config.eval.num_prompts}.")
     if 0 < config.eval.temperature < MIN_TEMPERATURE:
@@ -531,8 +541,11 @@ def _check_rollout(config: Config) -> None:
 
 def _check_engine(config: Config) -> None:
     engine = config.engine
-    if not 0 < engine.request_timeout < float("inf"):
-        raise ConfigError(f"engine.request_timeout must be above 0 seconds, found {engine.request_timeout}.")
+    if not 0 < engine.request_timeout <= LONGEST_WAIT:
+        raise ConfigError(
+            f"engine.request_timeout must be above 0 and at most {LONGEST_WAIT:,} seconds, found "
+            f"{engine.request_timeout}."
+        )
     if engine.kind != "vllm":
         defaults = EngineConfig()
         for key in ("url", "python", "arguments"):
@@ -544,8 +557,11 @@ def _check_engine(config: Config) -> None:
             "engine.url names a server that runs already; engine.python and engine.arguments are for one that gspo "
             "starts. Give one or the other."
         )
-    if engine.url and not engine.url.startswith(("http://", "https://")):
-        raise ConfigError(f"engine.url must begin with http:// or https://, found '{engine.url}'.")
+    if engine.url and not _is_address(engine.url):
+        raise ConfigError(
+            "engine.url must be an address that begins with http:// or https://, such as http://127.0.0.1:8000, found "
+            f"{brief(engine.url)}."
+        )
     if engine.url and engine.on_death == "restart":
         raise ConfigError("engine.on_death = 'restart' is for a server that gspo starts; leave engine.url empty.")
     if engine.max_batch < max(config.rollout.group_size, config.eval.samples):
@@ -558,6 +574,14 @@ def _check_engine(config: Config) -> None:
             "algorithm.routing_replay = 'rollout' needs the experts that the engine used, which are not taken over "
             "from vLLM in this version. Use 'old', or engine.kind = 'native'."
         )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # brackets that do not close, a port that is no number
+        return False
 
 
 def _check_algorithm(config: Config) -> None:

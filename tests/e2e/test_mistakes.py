@@ -96,6 +96,16 @@ SETTINGS = {
     "reward name": ('[task]\nreward = "json:correct"', "json has no 'correct'"),
     "weights": ('[task]\nreward = ["json:dumps"]\nreward_weights = [1.0, 2.0]', "has 2 values for 1 reward functions"),
     "context": ("[rollout]\nmax_tokens = 2000\n[batch]\nmax_tokens = 9000", "more than the model's context of 2048"),
+    "weights without rewards": ("[task]\nreward_weights = [2.0]", "needs task.reward"),
+    "reward timeout": ("[task]\nreward_timeout = 1e12", "must be at most 1,000,000 seconds, or 0 for no limit"),
+    "request timeout": ("[engine]\nrequest_timeout = 1e12", "must be above 0 and at most 1,000,000 seconds"),
+    "address without a host": ('[engine]\nkind = "vllm"\nurl = "http://"', "must be an address"),
+    "address with a bracket": ('[engine]\nkind = "vllm"\nurl = "http://[::1"', "must be an address"),
+    "address with a word as port": ('[engine]\nkind = "vllm"\nurl = "http://h:abc"', "must be an address"),
+    "weights directory": (
+        '[engine]\nkind = "vllm"\nweights_directory = "/no/such"',
+        "no folder can be made in /no/such",
+    ),
     "tracker": ('[track]\nkinds = "wandb"', "no tracker is available"),
     "pass size": ("[batch]\nmax_tokens = 100", "batch.max_tokens = 100 cannot hold one row"),
     "prompts too long": ("[task]\nmax_prompt_tokens = 3", "are longer than task.max_prompt_tokens = 3"),
@@ -199,3 +209,17 @@ def test_reward_functions(tmp_path: Path, capsys: pytest.CaptureFixture[str], ca
         capsys, "train", config, "--task.reward", f"{file}:f", "--run.directory", str(tmp_path / "runs")
     )
     assert code == 1 and expected in said
+
+
+def test_an_address_that_no_host_can_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write(tmp_path, "c.toml", BASE + f'[engine]\nkind = "vllm"\nurl = "http://{"a" * 300}"\n')
+    code, said = attempt(capsys, "train", config)
+    assert code == 1 and "no vLLM server answers" in said
+
+
+def test_other_verbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write(tmp_path, "c.toml", BASE)
+    code, said = attempt(capsys, "sample", config, "--prompt", "x", "--temperature", "1e-30")
+    assert code == 2 and "0 (greedy) or at least 0.0001" in said
+    code, said = attempt(capsys, "coldstart", config, "--out", "~nobody-of-that-name/x")
+    assert code == 2 and "home folder" in said

@@ -25,11 +25,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from gspo.config import EngineConfig
+from gspo.config import EngineConfig, as_path
 from gspo.engines.base import Engine, Progress, Request, Sampling
 from gspo.engines.vllm_client import Unusable, VLLMClient
 from gspo.engines.vllm_server import ServerDied, VLLMServer
-from gspo.errors import EngineError
+from gspo.errors import ConfigError, EngineError
 from gspo.policy.load import Policy
 from gspo.types import Completion
 
@@ -63,7 +63,7 @@ class VLLMEngine(Engine):
     ) -> None:
         self.policy, self.config, self.dtype = policy, config, dtype
         self.label = secrets.token_hex(4)  # tells our weights from those of another run on the same server
-        self.parent = Path(tempfile.mkdtemp(prefix="gspo-weights-", dir=config.weights_directory or None))
+        self.parent = _weights_folder(config.weights_directory)
         self.folder = self.parent / "0"
         self.restarts = 0
         self.server: VLLMServer | None = None
@@ -73,17 +73,26 @@ class VLLMEngine(Engine):
             check = self.server.check
         self._end = weakref.finalize(self, _clean_up, self.server, self.parent)  # at exit too
         self.client = VLLMClient(config.url, timeout=config.request_timeout, retries=config.retries, check=check)
+        try:
+            self._begin()
+        except BaseException:  # whoever holds the exception, as a notebook does, must not hold a server with it
+            self._end()
+            raise
+
+    def _begin(self) -> None:
+        url = self.config.url
         if self.server is not None:
             self._write_weights(self.folder)
             self._start()
         elif not self.client.healthy():
             raise EngineError(
-                f"engine.url: no vLLM server answers at {config.url}. Start it (docs/vllm.md), or leave engine.url "
-                "empty to have gspo start one."
+                f"engine.url: no vLLM server answers at {url}. Start it (docs/vllm.md), or leave engine.url empty to "
+                "have gspo start one."
             )
         self.load_weights(0)
-        where = f"at {self.client.url}" if config.url else "started by this run"
-        self.facts = [f"engine: vLLM {self.client.get('/version')['version']} {where}"]
+        where = f"at {self.client.url}" if url else "started by this run"
+        version = self.client.ask("GET", "/version", None, _as_unusable(lambda answer: answer["version"]))
+        self.facts = [f"engine: vLLM {version} {where}"]
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, progress: Progress | None = None
@@ -164,7 +173,7 @@ class VLLMEngine(Engine):
 
     def _check_version(self) -> None:
         """The server must still have what this run gave it: it may have been restarted, or serve another run too."""
-        found = self.client.get("/weight_info")["weight_version"]
+        found = self.client.ask("GET", "/weight_info", None, _as_unusable(lambda answer: answer["weight_version"]))
         if found != self._version():
             raise EngineError(
                 f"The vLLM server at {self.client.url} has weights of version {found!r}, not {self._version()!r} which "
@@ -251,6 +260,18 @@ class VLLMEngine(Engine):
             return found if count == request.num_samples else found * request.num_samples
 
         return self.client.post("/v1/completions", body, _as_unusable(accept))
+
+
+def _weights_folder(parent: str) -> Path:
+    """A new one, in ``engine.weights_directory`` or where temporary files go."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="gspo-weights-", dir=as_path(parent) if parent else None))
+    except OSError as error:
+        where = parent or tempfile.gettempdir()
+        raise ConfigError(
+            f"engine.weights_directory: no folder can be made in {where}: {error.strerror}. Give one that exists and "
+            "can be written."
+        ) from None
 
 
 def save_model(policy: Policy, dtype: torch.dtype, folder: Path, *, untie: bool) -> None:

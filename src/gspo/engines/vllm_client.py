@@ -35,7 +35,7 @@ class VLLMClient:
         """Does it answer that it is well, now?"""
         try:
             self.once("GET", "/health", None, 5.0)
-        except (OSError, http.client.HTTPException, Unusable):
+        except (OSError, http.client.HTTPException, Unusable, UnicodeError):  # a name of a host that none can have
             return False
         return True
 

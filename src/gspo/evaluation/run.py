@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
-from gspo.config import Config
+from gspo.config import LARGEST, MIN_TEMPERATURE, Config
 from gspo.engines.base import Request
 from gspo.errors import ConfigError
 from gspo.evaluation.pass_at_k import pass_at_k
@@ -108,9 +108,10 @@ def sample(
     config: Config, prompts: Sequence[str], *, num_samples: int = 1, temperature: float = 1.0
 ) -> list[list[str]]:
     """Answers of ``config.model`` to text prompts, ``num_samples`` each."""
-    if num_samples < 1 or not 0 <= temperature < math.inf:
+    if num_samples < 1 or not (temperature == 0 or MIN_TEMPERATURE <= temperature < LARGEST):
         raise ConfigError(
-            f"num_samples must be at least 1 and temperature at least 0, found {num_samples} and {temperature}."
+            f"num_samples must be at least 1 and temperature 0 (greedy) or at least {MIN_TEMPERATURE}, found "
+            f"{num_samples} and {temperature}."
         )
     with closing(load_system(config)) as system:
         return _sample(system, config, prompts, num_samples, temperature)

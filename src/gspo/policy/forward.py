@@ -174,6 +174,7 @@ class ForwardCheck:
     reason: str
 
 
+@torch.enable_grad()
 def verify_forward(policy: Policy) -> ForwardCheck:
     """Compare log-probabilities and parameter gradients of the packed and the plain pass; changes nothing.
 
@@ -181,6 +182,10 @@ def verify_forward(policy: Policy) -> ForwardCheck:
     log-probability by 0.1, which would hide a leak between rows. Families differ in what they do with positions, masks
     and keyword arguments, and the failures are silent.
     """
+    if not any(parameter.requires_grad for parameter in policy.model.parameters()):
+        raise ConfigError(
+            f"All weights of {policy.name!r} are frozen (requires_grad is False), so none can be trained."
+        )
     batch = _check_batch(policy.model.config.get_text_config().vocab_size)
     plain, plain_gradient, experts = _probe(policy, batch, "plain")
     if not all(router.rule for router in policy.routers):

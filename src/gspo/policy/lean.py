@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -32,11 +33,24 @@ def lean(model: nn.Module) -> int:
 def _candidate(module: Any) -> Callable[[Tensor], Tensor] | None:
     """The lean forward of a module that looks like one of the two kinds."""
     if hasattr(module, "variance_epsilon") and isinstance(getattr(module, "weight", None), nn.Parameter):
-        return lambda x: _RMSNorm.apply(x, module.weight, module.variance_epsilon)
+        return MethodType(_norm_forward, module)
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if all(isinstance(part, nn.Linear) for part in parts) and hasattr(module, "act_fn"):
-        return lambda x: module.down_proj(_GatedSiLU.apply(module.gate_proj(x), module.up_proj(x)))
+        return MethodType(_gated_forward, module)
     return None
+
+
+def _norm_forward(self: Any, x: Tensor) -> Any:
+    return _RMSNorm.apply(x, self.weight, self.variance_epsilon)
+
+
+def _gated_forward(self: Any, x: Tensor) -> Any:
+    return self.down_proj(_GatedSiLU.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+# As methods they go with the module: a deep copy computes with its own weights, and what is pickled comes back by this
+# name, as the family's own forward.
+_norm_forward.__name__ = _gated_forward.__name__ = "forward"
 
 
 @torch.no_grad()

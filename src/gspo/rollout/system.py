@@ -23,13 +23,24 @@ from gspo.types import Prompt
 
 @dataclass
 class System:
-    """The parts of a run that exist before training starts. ``facts`` are lines for the user."""
+    """The parts of a run that exist before training starts. ``facts`` are lines for the user.
+
+    ``start``: see ``starting_policy``.
+    """
 
     policy: Policy
     chat: ChatFormat
     engine: Engine
     task: Task
     facts: list[str]
+    start: Policy | None = None
+
+    def starting_policy(self) -> Policy:
+        """A frozen copy of the policy as it was when this was first called: before its first update, also for a second
+        run with the same system, which goes on from weights that are trained already."""
+        if self.start is None:
+            self.start = copy_policy(self.policy, self.policy.dtype)
+        return self.start
 
     def sampling(self, config: Config, temperature: float) -> Sampling:
         chat = self.chat
@@ -45,6 +56,7 @@ class System:
 
     def close(self) -> None:
         """End what runs outside this process. Whoever loads a system closes it."""
+        self.task.rewards.close()
         self.engine.close()
 
 

@@ -275,8 +275,8 @@ def _distinct(names: Sequence[str]) -> list[str]:
     """a, a -> a, a_2."""
     result: list[str] = []
     for name in names:
-        same = sum(1 for earlier in result if earlier == name or earlier.startswith(f"{name}_"))
-        result.append(name if name not in result else f"{name}_{same + 1}")
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        result.append(name if name not in result else next(n for n in numbered if n not in result))
     return result
 
 

@@ -49,14 +49,15 @@ def prompt_from_row(row: Any, where: str, name: str, prompt_column: str = "promp
     """One row; ``name`` is its id when it brings none. Raises DataError, which starts with ``where``."""
     if isinstance(row, Prompt):
         check_content(row.content, where)
+        if not isinstance(row.columns, Mapping):
+            raise DataError(f"{where}: a Prompt's columns must be a mapping, found a {type(row.columns).__name__}.")
+        _check_names(row.columns, where)
         return row
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: expected a JSON object with a {prompt_column!r}, found {type(row).__name__}.")
     if prompt_column not in row:
         raise DataError(_no_prompt(row, where, prompt_column))
-    for reserved in RESERVED:
-        if reserved in row and reserved != prompt_column:
-            raise DataError(f"{where}: the column {reserved!r} is reserved for what reward functions get; rename it.")
+    _check_names([key for key in row if key != prompt_column], where)
     content = plain(row[prompt_column], where, prompt_column)
     check_content(content, where, prompt_column)
     columns = {_key(key, where, key): plain(value, where, key) for key, value in row.items() if key != prompt_column}
@@ -64,11 +65,16 @@ def prompt_from_row(row: Any, where: str, name: str, prompt_column: str = "promp
     return Prompt(str(given[0] if given else name), content, columns)
 
 
+def _check_names(columns: Iterable[Any], where: str) -> None:
+    for reserved in set(RESERVED) & set(columns):
+        raise DataError(f"{where}: the column {reserved!r} is reserved for what reward functions get; rename it.")
+
+
 def check_content(content: Any, where: str, prompt_column: str = "prompt") -> None:
     """Raise DataError unless ``content`` is non-empty text or a list of chat messages."""
     if isinstance(content, str) and content.strip():
         return
-    if isinstance(content, list) and content and all(_is_message(message) for message in content):
+    if isinstance(content, (list, tuple)) and content and all(_is_message(message) for message in content):
         return
     raise DataError(
         f"{where}: {prompt_column!r} must be text or a list of messages with 'role' and 'content', found "

@@ -81,6 +81,11 @@ def load_task(
     else:
         train, heldout, rewards = _opener(config)(config, given)
     notes: list[str] = []
+    if config.task.reward_weights and not (functions or config.task.reward):
+        raise ConfigError(
+            f"task.reward_weights = {list(config.task.reward_weights)} needs task.reward: the rewards that come with "
+            f"{brief(spec, 300)} have weights of their own. Name the reward functions too, or remove the weights."
+        )
     if functions or config.task.reward:
         rewards, notes = _rewards(config, functions or config.task.reward)
     if rewards is None:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from gspo.errors import CheckpointError
+from gspo.errors import CheckpointError, first_line
 from gspo.metrics import Mean, Means
 from gspo.policy.load import Policy, sha256
 from gspo.rollout.collect import Collected
@@ -186,6 +186,8 @@ def damage(folder: Path) -> str | None:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         if not isinstance(manifest, dict):
             return "its manifest is not one"
+        if not manifest:
+            return "its manifest names no file"
         for name, facts in manifest.items():
             if not (folder / name).is_file():
                 return f"{name} is missing"
@@ -238,6 +240,16 @@ def prune(checkpoints: Path, keep: int, best: int | None) -> list[str]:
 
 def read_state(folder: Path) -> tuple[RunState, Iteration | None]:
     """The small state of a checkpoint, and the iteration that was under way. Raises CheckpointError."""
+    try:
+        return _read_state(folder)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"The state of the checkpoint {folder} cannot be read ({type(error).__name__}: {first_line(error)}). "
+            f"It was written by another version of gspo, or edited. Train from its weights: --model.path {folder}"
+        ) from error
+
+
+def _read_state(folder: Path) -> tuple[RunState, Iteration | None]:
     data = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     if data["format"] != FORMAT:
         raise CheckpointError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gspo.config import Config
+from gspo.config import Config, as_path
 from gspo.errors import ConfigError, DataError, DivergenceError
 from gspo.evaluation.run import evaluate_system
 from gspo.metrics import Means, mean
@@ -50,7 +50,7 @@ def coldstart(config: Config, folder: str | Path, *, progress: Progress = lambda
     step. Raises ConfigError when the folder exists, DataError when a row has no solution or hardly one is short enough,
     DivergenceError when a gradient is not finite, CheckpointError when the disk does not take the folder.
     """
-    folder, start = Path(folder).expanduser(), time.perf_counter()
+    folder, start = as_path(folder), time.perf_counter()
     if folder.exists():
         raise ConfigError(f"{folder} exists already; choose a folder that does not, so that nothing is overwritten.")
     config = _for_fine_tuning(config)

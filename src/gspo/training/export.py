@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,28 +22,43 @@ def export(run: Path, out: Path, checkpoint: str = "newest", dtype: str = "float
     Raises CheckpointError when there is no such whole checkpoint, or the disk does not take it; ConfigError when
     ``out`` exists.
     """
-    if out.exists():
-        raise ConfigError(f"{out} exists already; choose a folder that does not, so that nothing is overwritten.")
+    refuse_existing(out)
     name = _choose(RunDirectory(run), checkpoint)
     source = run / "checkpoints" / name
     wrong = damage(source)
     if wrong:
         raise CheckpointError(f"The checkpoint {source} cannot be exported: {wrong}.")
-    partial = out.with_name(out.name + ".partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+
+    def fill(partial: Path) -> None:
         for path in source.iterdir():
             if path.name not in OWN_FILES:
                 shutil.copyfile(path, partial / path.name)
         if dtype != "float32":
             _cast(partial, dtype)
+
+    new_folder(out, fill)
+    return name
+
+
+def refuse_existing(out: Path) -> None:
+    if os.path.lexists(out):  # a link to nothing too
+        raise ConfigError(f"{out} exists already; choose a folder that does not, so that nothing is overwritten.")
+
+
+def new_folder(out: Path, fill: Callable[[Path], None]) -> None:
+    """Let ``fill`` write a folder that gets its name when it is whole. Raises ConfigError when ``out`` exists,
+    CheckpointError when the disk does not take it."""
+    refuse_existing(out)
+    partial = out.with_name(out.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        fill(partial)
         partial.rename(out)
     except Exception as error:  # the system's, or safetensors' own around it
         shutil.rmtree(partial, ignore_errors=True)
         reason = getattr(error, "strerror", None) or first_line(error)
         raise CheckpointError(f"{out} cannot be written: {reason}.") from error
-    return name
 
 
 def _choose(run: RunDirectory, checkpoint: str) -> str:

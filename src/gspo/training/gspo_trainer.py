@@ -8,7 +8,7 @@ from typing import Any
 
 import transformers
 
-from gspo.config import Config
+from gspo.config import Config, as_path
 from gspo.errors import ConfigError
 from gspo.evaluation.run import evaluate_system
 from gspo.policy.load import Policy, as_policy
@@ -18,7 +18,7 @@ from gspo.tasks import load_task
 from gspo.tasks.functions import PYTHON, RewardFunction, function_name, importable_as
 from gspo.training.callbacks import Callback, RunInfo
 from gspo.training.checkpoint import newest_whole, write_model
-from gspo.training.export import export
+from gspo.training.export import export, new_folder
 from gspo.training.loop import RunResult, train
 from gspo.types import Prompt
 
@@ -60,7 +60,7 @@ class GSPOTrainer:
         callbacks: Sequence[Callback] = (),
         tokenizer: Any = None,
     ) -> None:
-        _check_callbacks(callbacks)
+        callbacks = _checked_callbacks(callbacks)
         functions = _as_list(reward_funcs)
         policy = None if isinstance(model, (str, Path)) else _loaded(model, tokenizer)
         rows, heldout_rows = (None if isinstance(d, (str, Path)) else d for d in (train_dataset, eval_dataset))
@@ -75,7 +75,7 @@ class GSPOTrainer:
         self.config = _as_config(config).with_values(values, where="GSPOTrainer").resolved()
         task = load_task(self.config, rows=rows, heldout_rows=heldout_rows, functions=functions)
         self.system: System = load_system(self.config, task=task, policy=policy)
-        self._place = _Place()
+        self._place, self._closed = _Place(), False
         self.callbacks = [self._place, *callbacks]
 
     @property
@@ -88,22 +88,49 @@ class GSPOTrainer:
         """The run's folder, once ``train`` has begun."""
         return self._place.directory
 
-    def train(self, resume: bool | str = False) -> RunResult:
+    def __enter__(self) -> GSPOTrainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what runs outside this process: a vLLM server, processes of reward functions. May be called twice.
+
+        ``with GSPOTrainer(...) as trainer:`` does it at the end of the block. ``save_model`` still works then;
+        ``train`` and ``evaluate`` raise ConfigError.
+        """
+        self._closed = True
+        self.system.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError(
+                "This trainer is closed. Make a new GSPOTrainer; train(resume='FOLDER') goes on with a run."
+            )
+
+    def train(self, resume: bool | str | Path = False) -> RunResult:
         """Run to the end; what it leaves is in ``RunResult`` and the run's folder.
 
         ``resume``: go on from the newest checkpoint of this trainer's run (True), or of the run with this folder or
         name. Raises what ``gspo.train`` raises.
         """
-        if self.directory is not None and not resume:
+        self._check_open()
+        if not isinstance(resume, (bool, str, Path)):
+            raise ConfigError(
+                f"resume must be True, False, or the folder or name of a run, found a {type(resume).__name__}."
+            )
+        if self.directory is not None and resume is False:
             raise ConfigError(
                 f"This trainer has trained already ({self.directory}), so it no longer has the weights it began with. "
                 "Go on with trainer.train(resume=True), or make a new GSPOTrainer."
             )
-        found = resume if isinstance(resume, str) else str(self.directory or "auto") if resume else None
+        found = (str(self.directory or "auto") if resume else None) if isinstance(resume, bool) else str(resume)
         return train(self.config, resume=found, callbacks=self.callbacks, system=self.system)
 
     def evaluate(self) -> dict[str, Any]:
         """The present weights on the held-out prompts: one record as in eval.jsonl. Writes nothing."""
+        self._check_open()
 
         def progress(stage: str, done: int, total: int) -> None:
             for callback in self.callbacks:
@@ -119,13 +146,11 @@ class GSPOTrainer:
 
         Raises ConfigError when the folder exists, CheckpointError when the disk does not take it.
         """
-        out = Path(path).expanduser()
+        out = as_path(path)
         if self.directory is not None and newest_whole(RunDirectory(self.directory).checkpoints)[0] is not None:
             export(self.directory, out)
             return
-        if out.exists():
-            raise ConfigError(f"{out} exists already; choose a folder that does not, so that nothing is overwritten.")
-        write_model(self.system.policy, None, out)
+        new_folder(out, lambda folder: write_model(self.system.policy, None, folder))
 
 
 class _Place(Callback):
@@ -158,6 +183,10 @@ def _as_config(config: Config | str | Path | Mapping[str, Any] | None) -> Config
 
 def _as_list(functions: Any) -> list[RewardFunction | str]:
     given = [] if functions is None else [functions] if isinstance(functions, str) or callable(functions) else functions
+    if not isinstance(given, (list, tuple)):
+        raise ConfigError(
+            f"reward_funcs must be a function, a name or a list of these, found a {type(given).__name__}."
+        )
     for function in given:
         if not isinstance(function, str) and not callable(function):
             raise ConfigError(
@@ -186,6 +215,13 @@ def _loaded(model: Any, tokenizer: Any) -> Policy:
         )
     if getattr(model, "is_quantized", False):
         raise ConfigError("GSPOTrainer's model is quantized, so its weights cannot be trained. Load it without.")
+    if model.get_output_embeddings() is None:
+        raise ConfigError(
+            f"GSPOTrainer's model, a {type(model).__name__}, has no language-model head. Load it with "
+            "AutoModelForCausalLM."
+        )
+    if tokenizer is not None and not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
+        raise ConfigError(f"tokenizer must be a transformers tokenizer, found a {type(tokenizer).__name__}.")
     origin = model.config._name_or_path
     if tokenizer is None:
         try:
@@ -198,11 +234,19 @@ def _loaded(model: Any, tokenizer: Any) -> Policy:
     return as_policy(model, tokenizer, origin or f"{PYTHON}{type(model).__name__}")
 
 
-def _check_callbacks(callbacks: Sequence[Callback]) -> None:
+def _checked_callbacks(callbacks: Any) -> Sequence[Callback]:
+    callbacks = () if callbacks is None else callbacks
+    if not isinstance(callbacks, (list, tuple)):
+        raise ConfigError(f"callbacks must be a list of gspo.Callback, found a {type(callbacks).__name__}.")
     for callback in callbacks:
+        if isinstance(callback, type):
+            raise ConfigError(
+                f"callbacks holds the class {callback.__name__}; give an instance: {callback.__name__}()."
+            )
         missing = [event for event in EVENTS if not callable(getattr(callback, event, None))]
         if missing:
             raise ConfigError(
                 f"The callback {type(callback).__name__} has no {missing[0]}; subclass gspo.Callback and override what "
                 "you need."
             )
+    return callbacks

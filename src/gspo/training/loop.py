@@ -19,7 +19,7 @@ from gspo.evaluation.run import evaluate_system
 from gspo.policy.load import load_policy
 from gspo.records import RunDirectory
 from gspo.rollout.collect import collect
-from gspo.rollout.system import System, copy_policy, load_system
+from gspo.rollout.system import System, load_system
 from gspo.sync.publish import Publisher
 from gspo.training.callbacks import Callback, RunInfo
 from gspo.training.checkpoint import Place, RunState, load_moments, prune, read_state, save_checkpoint, saved, set_aside
@@ -63,6 +63,7 @@ def train(
     point = find_resume_point(config, resume) if resume is not None else None
     torch.manual_seed(config.run.seed)
     with ExitStack() as held:
+        held.enter_context(torch.enable_grad())  # notebooks switch it off for their own work
         if point:
             held.enter_context(point.directory.only_writer())
         if system is None:
@@ -71,7 +72,9 @@ def train(
         if not point:
             held.enter_context(directory.only_writer())
         system.engine.log_to(directory.path)
-        return _Run(config, system, directory, callbacks, point).train()
+        reference = system.starting_policy() if config.algorithm.kl_weight > 0 else None
+        trainer = held.enter_context(closing(Trainer(system.policy, config, reference)))
+        return _Run(config, system, directory, callbacks, trainer, point).train()
 
 
 class _Run:
@@ -81,13 +84,11 @@ class _Run:
         system: System,
         directory: RunDirectory,
         callbacks: Sequence[Callback],
+        trainer: Trainer,
         point: ResumePoint | None,
     ) -> None:
         self.config, self.system, self.directory, self.callbacks = config, system, directory, callbacks
-        reference = None
-        if config.algorithm.kl_weight > 0:
-            reference = copy_policy(system.policy, system.policy.dtype)
-        self.trainer = Trainer(system.policy, config, reference)
+        self.trainer = trainer
         self.result = RunResult(directory.path)
         self.under_way: Iteration | None = None
         self.stop_requested = False
@@ -172,13 +173,16 @@ class _Run:
             self.directory.append_metrics(done.metrics)
             self.result.metrics.append(done.metrics)
             self._next_iteration()
-            self._tell("on_iteration", done.metrics, done.groups)
-            self._learn_noise(done.metrics)
-            self._check_finite(done.metrics)
+            notes = [*self._learn_noise(done.metrics), *self._count_not_finite(done.metrics)]
+            self._tell("on_iteration", done.metrics, done.groups)  # may raise: the state is whole by now
+            for note in notes:
+                self._say(note)
+            self._give_up_if_diverged()
             self._stop_if_requested()
             self._evaluate_and_save()
         if self.result.iterations > 1 and self.result.metrics:
-            self._say_band(self.result.metrics[-1])
+            for note in self._band_notes(self.result.metrics[-1]):
+                self._say(note)
         if note := nothing_learned(self.result.metrics):
             self._say(note)
 
@@ -197,24 +201,24 @@ class _Run:
         self.under_way = None
         self.result.iterations += 1
 
-    def _learn_noise(self, metrics: dict[str, Any]) -> None:
-        """What the first iteration shows of rounding, the engine and the clip band is said, and decides 'auto'."""
-        state, gap = self.state, metrics.get("mismatch/sequence_p99")
+    def _learn_noise(self, metrics: dict[str, Any]) -> list[str]:
+        """What the first iteration shows of rounding, the engine and the clip band decides 'auto'; returns lines."""
+        state, gap, notes = self.state, metrics.get("mismatch/sequence_p99"), []
         if metrics["iteration"] == 1:
             state.noise_floor = metrics.get("noise/floor")
-            self._say_band(metrics)
+            notes += self._band_notes(metrics)
         if self.config.algorithm.old_logprobs == "auto" and state.old_source is None and gap is not None:
             limit = min(self.config.clip) / 3
             state.old_source = "engine" if gap < limit else "trainer"
-            self._say(
+            notes.append(
                 f"algorithm.old_logprobs = auto: {state.old_source}, because 99 of 100 answers differ by at most "
                 f"{gap:.1e} between engine and trainer, and a third of the clip band is {limit:.1e}"
             )
+        return notes
 
-    def _say_band(self, metrics: dict[str, Any]) -> None:
+    def _band_notes(self, metrics: dict[str, Any]) -> list[str]:
         note = band_note(metrics, self.state.noise_floor, self.config)
-        if note:
-            self._say(note)
+        return [note] if note else []
 
     def _evaluate_and_save(self) -> None:
         """What is due after the iterations done so far, unless a run that this one goes on from has done it."""
@@ -274,21 +278,23 @@ class _Run:
         except Exception as error:  # the failure itself is what the user must hear
             self.directory.log(f"not saved: {error}")
 
-    def _check_finite(self, metrics: dict[str, Any]) -> None:
-        """Count updates thrown away for NaN or infinite gradients; give up when nothing else happens."""
+    def _count_not_finite(self, metrics: dict[str, Any]) -> list[str]:
+        """Updates thrown away for NaN or infinite gradients since one was made; returns lines on those left out."""
         bad = metrics["optimizer/updates_not_finite"]
         masked = metrics.get("optimizer/updates_masked", 0)
         made = self.config.algorithm.updates_per_rollout - bad - masked - metrics["optimizer/updates_without_signal"]
         self.state.not_finite = 0 if made else self.state.not_finite + bad
+        notes = [f"{bad} update(s) left out: the gradient was not finite"] if bad else []
+        if masked:
+            notes.append(f"{masked} update(s) left out: {self.config.algorithm.correction} masked every answer in them")
+        return notes
+
+    def _give_up_if_diverged(self) -> None:
         if self.state.not_finite >= MAX_NOT_FINITE:
             raise DivergenceError(
                 f"The last {self.state.not_finite} gradients were not finite, so no update was made. Lower "
                 "optimizer.learning_rate, set model.dtype = 'float32', or start from an earlier checkpoint."
             )
-        if bad:
-            self._say(f"{bad} update(s) left out: the gradient was not finite")
-        if masked:
-            self._say(f"{masked} update(s) left out: {self.config.algorithm.correction} masked every answer in them")
 
     def _progress(self, stage: str, done: int, total: int) -> None:
         self._tell("on_progress", stage, done, total)

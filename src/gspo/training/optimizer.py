@@ -30,12 +30,14 @@ class MasterOptimizer:
         self.names = list(trained)
         self.model_parameters: list[Tensor] = list(trained.values())
         self.copies = any(parameter.dtype == torch.bfloat16 for parameter in self.model_parameters)
+        self.hooks: list[Any] = []
         if self.copies:
             self.master = [parameter.detach().float() for parameter in self.model_parameters]
             for parameter, master in zip(self.model_parameters, self.master, strict=True):
-                parameter.register_post_accumulate_grad_hook(_move_gradient_to(master))
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(_move_gradient_to(master)))
         else:
             self.master = list(self.model_parameters)
+        self.clear()  # what a pass that was broken off, or the model's owner, left there is not of this run
         self.adam = torch.optim.AdamW(
             self.master,
             lr=config.learning_rate,
@@ -83,8 +85,15 @@ class MasterOptimizer:
 
     def clear(self) -> None:
         """Drop the gradients: the next pass writes them anew instead of adding to zeros."""
-        for master in self.master:
-            master.grad = None
+        for tensor in (*self.master, *self.model_parameters):
+            tensor.grad = None
+
+    def release(self) -> None:
+        """Leave the model to whoever trains it next: until then its gradients come here and nowhere else."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        self.clear()
 
     @torch.no_grad()
     def copy_to_model(self) -> None:

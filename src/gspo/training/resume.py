@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,9 @@ def run_folder(config: Config, name: str) -> Path:
         raise CheckpointError("The name of the run is empty; give its folder or its name.")
     candidates = [as_path(name), as_path(config.run.directory) / name]
     for folder in candidates:
-        if (folder / "config.toml").is_file():
-            return folder
+        with suppress(OSError):  # a name too long for one
+            if (folder / "config.toml").is_file():
+                return folder
     places = " or ".join(str(folder) for folder in candidates)
     raise CheckpointError(f"{name!r}: there is no run (a folder with a config.toml) at {places}.")
 
@@ -102,11 +104,16 @@ def differences(stored: Config, present: Config) -> dict[str, str]:
 
 
 def _newest_run(parent: Path, name: str) -> Path | None:
-    """Runs are named NAME, NAME-2, NAME-3, ...; the newest that was saved at least once."""
+    """Runs are named NAME, NAME-2, NAME-3, ...; the newest that was saved at least once.
+
+    A run whose own name is NAME-2 is none of them.
+    """
     numbered = {}
     for folder in parent.iterdir() if parent.is_dir() else []:
         found = re.fullmatch(re.escape(name) + r"(?:-(\d+))?", folder.name)
         if found and (folder / "config.toml").is_file() and saved(folder / "checkpoints"):
+            if folder.name != name and Config.load(folder / "config.toml").run.name == folder.name:
+                continue
             numbered[int(found[1] or 1)] = folder
     return numbered[max(numbered)] if numbered else None
 

@@ -138,6 +138,10 @@ class Trainer:
         """(gradient norm before clipping, was the update made)."""
         return self.optimizer.step()
 
+    def close(self) -> None:
+        """Let go of the model, which another trainer may then train."""
+        self.optimizer.release()
+
     def _correction(self, sampled: Tensor, batch: PackedBatch) -> Correction | None:
         algorithm = self.config.algorithm
         if algorithm.correction == "none":

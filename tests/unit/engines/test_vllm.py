@@ -364,3 +364,15 @@ def test_cache_size_is_what_the_answers_need(tiny_policy: Policy) -> None:
 def test_settings_that_do_not_go_together(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Config().with_values(values)
+
+
+def test_an_engine_that_cannot_begin_leaves_no_server_with_whoever_holds_the_error(
+    make: Callable[..., VLLMEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FAKE_CHILD", str(tmp_path / "pids"))
+    monkeypatch.setattr(VLLMEngine, "load_weights", lambda self, version: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as held:
+        make(weights_directory=str(tmp_path))
+    assert held.value.__traceback__ is not None
+    assert all_gone([int(word) for word in (tmp_path / "pids").read_text().split()], 1)
+    assert not list(tmp_path.glob("gspo-weights-*"))

@@ -230,6 +230,12 @@ def test_every_function_is_called_and_names_are_distinct() -> None:
 
         return same
 
+    def own(completions: list[str]) -> list[float]:
+        return [0.0]
+
+    own.__name__ = "same_3"
+    (score,) = RewardSuite([own, make(1.0), make(2.0), make(4.0)], [1.0] * 4).score([Prompt("1", "q")], [""], [[1]])
+    assert score.reward == 7.0 and list(score.terms) == ["same_3", "same", "same_2", "same_4"]
     (score,) = RewardSuite([make(1.0), make(2.0), make(4.0)], [1.0, 1.0, 1.0]).score([Prompt("1", "q")], [""], [[1]])
     assert score.reward == 7.0 and list(score.terms) == ["same", "same_2", "same_3"]
     with pytest.raises(RewardError, match="3 reward functions and 2 weights"):

@@ -18,7 +18,7 @@ def json(completions: Sequence[Any], schema: Sequence[Any]) -> list[float | None
 
     The schema is an object, true or false, or text with one. A row without a valid schema is unscored.
     """
-    checks = [_validator(standard_json.dumps(value)) for value in golds("json", len(completions), ("schema", schema))]
+    checks = [_validator(value) for value in map(_as_text, golds("json", len(completions), ("schema", schema)))]
     return [
         None if check is None else _allowed(check, answer_part(text_of(completion)))
         for completion, check in zip(completions, checks, strict=True)
@@ -38,8 +38,12 @@ def _allowed(validator: Any, text: str) -> float | None:
         return float(validator.is_valid(read_json(text)))
     except Unresolvable:  # the schema points to another one; it is never fetched
         return None
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, OverflowError):  # also a number that its multipleOf cannot divide
         return 0.0
+
+
+def _as_text(schema: Any) -> str:
+    return schema if isinstance(schema, str) else standard_json.dumps(schema)
 
 
 @functools.lru_cache(1024)
@@ -50,11 +54,10 @@ def _validator(schema: str) -> Any:
 
     try:
         value = standard_json.loads(schema)
-        value = standard_json.loads(value) if isinstance(value, str) else value
         kind = jsonschema.validators.validator_for(value, default=jsonschema.Draft202012Validator)
         kind.check_schema(value)
         return kind(value, registry=referencing.Registry())
-    except (ValueError, TypeError, jsonschema.SchemaError):
+    except (ValueError, TypeError, AttributeError, RecursionError, jsonschema.SchemaError):
         return None
 
 

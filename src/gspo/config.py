@@ -559,7 +559,7 @@ def _check_engine(config: Config) -> None:
         )
     if engine.url and not _is_address(engine.url):
         raise ConfigError(
-            "engine.url must be an address that begins with http:// or https://, such as http://127.0.0.1:8000, found "
+            "engine.url must begin with http:// or https:// and name a host, such as http://127.0.0.1:8000, found "
             f"{brief(engine.url)}."
         )
     if engine.url and engine.on_death == "restart":

@@ -99,9 +99,9 @@ SETTINGS = {
     "weights without rewards": ("[task]\nreward_weights = [2.0]", "needs task.reward"),
     "reward timeout": ("[task]\nreward_timeout = 1e12", "must be at most 1,000,000 seconds, or 0 for no limit"),
     "request timeout": ("[engine]\nrequest_timeout = 1e12", "must be above 0 and at most 1,000,000 seconds"),
-    "address without a host": ('[engine]\nkind = "vllm"\nurl = "http://"', "must be an address"),
-    "address with a bracket": ('[engine]\nkind = "vllm"\nurl = "http://[::1"', "must be an address"),
-    "address with a word as port": ('[engine]\nkind = "vllm"\nurl = "http://h:abc"', "must be an address"),
+    "address without a host": ('[engine]\nkind = "vllm"\nurl = "http://"', "and name a host"),
+    "address with a bracket": ('[engine]\nkind = "vllm"\nurl = "http://[::1"', "and name a host"),
+    "address with a word as port": ('[engine]\nkind = "vllm"\nurl = "http://h:abc"', "and name a host"),
     "weights directory": (
         '[engine]\nkind = "vllm"\nweights_directory = "/no/such"',
         "no folder can be made in /no/such",

@@ -81,7 +81,7 @@ def test_double_begin_token(tmp_path: Path) -> None:
     model = a_model(tmp_path / "m", begin_token)
     assert troubles(findings(**{"model.path": model})) == {}
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"<s>question {n}"}) + "\n" for n in range(30)))
+    path.write_text("".join(json.dumps({"prompt": f"<s>question {n}"}) + "\n" for n in range(300)))
     values = {"task.prompts": str(path), "task.reward": reward(tmp_path, "[float(len(c)) for c in completions]")}
     found = findings(**{"model.path": model} | values)
     assert troubles(found) == {"chat format": "fail"} and "begin token '<s>' of its own" in found["chat format"].text

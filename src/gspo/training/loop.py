@@ -183,8 +183,8 @@ class _Run:
         if self.result.iterations > 1 and self.result.metrics:
             for note in self._band_notes(self.result.metrics[-1]):
                 self._say(note)
-        if note := nothing_learned(self.result.metrics):
-            self._say(note)
+        if nothing := nothing_learned(self.result.metrics):
+            self._say(nothing)
 
     def _iterate(self, number: int) -> IterationResult:
         if self.under_way is None:

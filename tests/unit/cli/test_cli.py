@@ -64,7 +64,7 @@ def test_every_key_is_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_every_key_is_documented_in_the_source() -> None:
-    source = Path(sys.modules["gspo.config"].__file__ or "").read_text().splitlines()
+    source = Path(sys.modules["gspo.config.schema"].__file__ or "").read_text().splitlines()
     for section in fields(Config):
         for key in fields(type(getattr(Config(), section.name))):
             place = next(n for n, line in enumerate(source) if line.startswith(f"    {key.name}: "))

@@ -9,7 +9,7 @@ EXPERIMENTS := moe_stability clip_fractions precision staleness long_answers den
 .PHONY: demo test test-vllm experiments experiments-quick lint types layers pytest bench clean
 
 demo: $(VENV)/.installed
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py $(ARGS)
 
 test: lint types layers pytest
 

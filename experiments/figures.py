@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -34,6 +34,25 @@ def curves(
     axis.plot(steps, [centre for centre, _ in found], style, color=colour, label=f"{label} ({len(records)} seeds)")
     low, high = [c - h for c, h in found], [c + h for c, h in found]
     axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def panels(
+    axes: Any,
+    results: Mapping[str, Any],
+    columns: Sequence[tuple[str, str]],
+    metrics: Sequence[str],
+    label: Callable[[str], str],
+) -> None:
+    """A row of axes for each metric, a column for the arms whose names start and end like that: their curves."""
+    for column, (start, end) in enumerate(columns):
+        chosen = by(results, start, end)
+        for row, metric in enumerate(metrics):
+            axis = axes[row][column]
+            axis.set_title(f"{metric}: {' '.join((start + end).split())}", fontsize=8)
+            for number, (arm, records) in enumerate(chosen.items()):
+                curves(axis, records, metric, label(arm), COLOURS[number], "--" if "r2" in arm else "-")
+            if chosen:
+                axis.legend(fontsize=6)
 
 
 def against(

@@ -36,18 +36,10 @@ def arms() -> dict[str, Arm]:
 def draw(results: Results, path: Path) -> None:
     from experiments import figures  # matplotlib
 
-    settings = [(model, rate) for model in ("moe", "dense") for rate in RATES]
-    figure, axes = figures.grid(4, len(settings), "Answers of 324 to 860 tokens")
-    for column, (model, rate) in enumerate(settings):
-        chosen = figures.by(results, model, rate)
-        for row, metric in enumerate(("reward", "clip_tokens", "std_log_s", "grad_norm_max")):
-            axis = axes[row][column]
-            axis.set_title(f"{metric}, {model}, {rate}", fontsize=8)
-            for number, (arm, records) in enumerate(chosen.items()):
-                style = "--" if "r2" in arm else "-"
-                figures.curves(axis, records, metric, arm.split()[1], figures.COLOURS[number], style)
-            if chosen:
-                axis.legend(fontsize=6)
+    columns = [(f"{model} ", f" {rate}") for model in ("moe", "dense") for rate in RATES]
+    figure, axes = figures.grid(4, len(columns), "Answers of 324 to 860 tokens")
+    metrics = ("reward", "clip_tokens", "std_log_s", "grad_norm_max")
+    figures.panels(axes, results, columns, metrics, lambda arm: arm.split()[1])
     figures.save(figure, path)
 
 

@@ -41,13 +41,8 @@ def draw(results: Results, path: Path) -> None:
     from experiments import figures  # matplotlib
 
     figure, axes = figures.grid(2, 3, "Data some updates old, tiny mixture of experts")
-    for column, kind in enumerate(KINDS):
-        axis = axes[0][column]
-        for number, age in enumerate(AGES):
-            if records := results.get(f"{kind} {age}"):
-                figures.curves(axis, records, "reward", f"{age} updates old", figures.COLOURS[number])
-        axis.set_title(f"reward, {kind}", fontsize=9)
-        axis.legend(fontsize=6)
+    columns = [(f"{kind} ", "") for kind in KINDS]
+    figures.panels(axes, results, columns, ["reward"], lambda arm: f"{arm.split()[1]} updates old")
     for axis, metric in zip(axes[1], ("std_log_s", "clip_tokens", "expert_change"), strict=True):
         for number, kind in enumerate(KINDS):
             by_age = {age: results[f"{kind} {age}"] for age in AGES if f"{kind} {age}" in results}

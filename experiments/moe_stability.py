@@ -15,7 +15,7 @@ from experiments.measure import train
 from experiments.tables import collapsed, expert_change, final, largest, late, moved
 
 HEALTHY, STRESSED = 1e-4, 6e-4
-"""At 1e-3, tried first, no setting had any reward after 20 iterations; those runs, of seed 0, are in the results too."""
+"""At 1e-3, tried first, hardly any reward was left after 20 iterations; those runs of seed 0 are in the results too."""
 SCALED = {"algorithm.clip_low": 0.03, "algorithm.clip_high": 0.04}
 """A hundred times the paper's."""
 

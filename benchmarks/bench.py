@@ -62,7 +62,7 @@ def main() -> int:
         ours = result["medians"]["gspo"]["fixed"]["rollout_tokens_per_second"]
         result["ratios"]["rollout_to_vllm"] = ours / median(vllm_rates)
         result["vllm_rollout_tokens_per_second"] = vllm_rates
-    target = ROOT / "benchmarks" / "results" / f"{scenario.name}.json"
+    target = ROOT / "benchmarks" / "results" / f"{scenario.name}-{dtype}.json"
     target.parent.mkdir(exist_ok=True)
     target.write_text(json.dumps(result, indent=2) + "\n")
     show(result)

@@ -2,7 +2,8 @@
 
     python -m benchmarks.scaling
 
-One process, the demo's model, random tokens; medians of three. Writes benchmarks/results/scaling.json, prints tables.
+One process, the demo's model, random tokens; medians of three. Prints tables, writes
+benchmarks/results/scaling-DTYPE.json.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
+from benchmarks.bench import hardware
 from gspo.config import Config
 from gspo.engines.base import Request, Sampling
 from gspo.engines.native import NativeEngine
@@ -34,36 +37,48 @@ def main() -> None:
     config = Config().with_values({"batch.max_tokens": 4096, "task.max_prompt_tokens": 300})
     system = load_system(config)
     trainer = Trainer(system.policy, config)
-    curves = {
-        "update: ms a completion token by group size (64 tokens an answer, 256 a prompt)": {
-            size: update(trainer, config, groups=16 // size, size=size, length=64) for size in (2, 4, 8, 16)
-        },
-        "update: ms a completion token by answer length (2,048 tokens in all)": {
-            length: update(trainer, config, groups=1, size=2048 // length, length=length)
-            for length in (64, 128, 256, 512, 1024)
-        },
-        "update: ms a completion token by vocabulary chunk": {
-            chunk: update(Trainer(system.policy, made), made, groups=2, size=8, length=64)
-            for chunk in (512, 1024, 2048, 4096, 8192, 49152)
-            for made in [config.with_values({"batch.vocab_chunk": chunk})]
-        },
-        "decode: tokens a second by batch": {batch: decode(system, batch) for batch in (1, 2, 4, 8, 16, 32, 64, 128)},
-        "decode at batch 64: tokens a second by threads": by_threads(lambda: decode(system, 64)),
-        "update: ms a completion token by threads": by_threads(
-            lambda: update(trainer, config, groups=2, size=8, length=64)
+    threads = range(1, torch.get_num_threads() + 1)
+    curves: dict[str, dict[int, float]] = {}
+    for title, sizes, measure in (
+        (
+            "update: ms a completion token by group size (64 tokens an answer, 256 a prompt)",
+            (2, 4, 8, 16),
+            lambda size: update(trainer, groups=16 // size, size=size, length=64),
         ),
-    }
-    target = Path(__file__).parent / "results" / "scaling.json"
-    target.write_text(json.dumps(curves, indent=2) + "\n")
-    for title, curve in curves.items():
+        (
+            "update: ms a completion token by answer length (1,024 tokens in all)",
+            (64, 128, 256, 512, 1024),
+            lambda length: update(trainer, groups=1, size=1024 // length, length=length),
+        ),
+        (
+            "update: ms a completion token by vocabulary chunk",
+            (512, 1024, 2048, 4096, 8192, 49152),
+            lambda chunk: update(
+                Trainer(system.policy, config.with_values({"batch.vocab_chunk": chunk})), groups=1, size=8, length=64
+            ),
+        ),
+        (
+            "update: ms a completion token by threads",
+            threads,
+            with_threads(lambda: update(trainer, groups=1, size=8, length=64)),
+        ),
+        ("decode: tokens a second by batch", (1, 2, 4, 8, 16, 32, 64, 128), lambda batch: decode(system, batch)),
+        ("decode at batch 64: tokens a second by threads", threads, with_threads(lambda: decode(system, 64))),
+    ):
+        curves[title] = {}
+        for size in track(sizes, description=title.split(" (")[0]):
+            curves[title][size] = measure(size)
         table = Table(title=title, title_justify="left")
-        for key in curve:
-            table.add_column(str(key), justify="right")
-        table.add_row(*(f"{value:.2f}" if value < 100 else f"{value:.0f}" for value in curve.values()))
+        for size in curves[title]:
+            table.add_column(str(size), justify="right")
+        table.add_row(*(f"{value:.2f}" if value < 100 else f"{value:.0f}" for value in curves[title].values()))
         Console().print(table)
+    dtype = str(system.policy.dtype).removeprefix("torch.")
+    target = Path(__file__).parent / "results" / f"scaling-{dtype}.json"
+    target.write_text(json.dumps({"curves": curves, "dtype": dtype, "hardware": hardware()}, indent=2) + "\n")
 
 
-def update(trainer: Trainer, config: Config, *, groups: int, size: int, length: int) -> float:
+def update(trainer: Trainer, *, groups: int, size: int, length: int) -> float:
     """Milliseconds of forward and backward a completion token."""
     generator = torch.Generator().manual_seed(0)
 
@@ -75,7 +90,7 @@ def update(trainer: Trainer, config: Config, *, groups: int, size: int, length: 
         prompt = ids(PROMPT_TOKENS)
         for number in range(size):
             rows.append(Row(prompt, ids(length), [True] * length, 1.0 if number % 2 else -1.0, [-1.0] * length))
-    step = pack_step(rows, max_tokens=config.batch.max_tokens)
+    step = pack_step(rows, max_tokens=trainer.config.batch.max_tokens)
 
     def once() -> Any:
         result = trainer.forward_backward(step, Means())
@@ -85,7 +100,7 @@ def update(trainer: Trainer, config: Config, *, groups: int, size: int, length: 
     return 1000 * seconds(once) / (groups * size * length)
 
 
-def decode(system: System, batch: int, tokens: int = 48) -> float:
+def decode(system: System, batch: int, tokens: int = 32) -> float:
     """Completion tokens a second."""
     engine = NativeEngine(system.policy, max_batch=batch)
     requests = [Request(list(range(100, 140)), 1, (number,)) for number in range(batch)]
@@ -93,14 +108,16 @@ def decode(system: System, batch: int, tokens: int = 48) -> float:
     return batch * tokens / taken
 
 
-def by_threads(measure: Callable[[], float]) -> dict[int, float]:
-    before = torch.get_num_threads()
-    found = {}
-    for count in range(1, before + 1):
+def with_threads(measure: Callable[[], float]) -> Callable[[int], float]:
+    def measured(count: int) -> float:
+        before = torch.get_num_threads()
         torch.set_num_threads(count)
-        found[count] = measure()
-    torch.set_num_threads(before)
-    return found
+        try:
+            return measure()
+        finally:
+            torch.set_num_threads(before)
+
+    return measured
 
 
 def seconds(function: Callable[[], Any]) -> float:

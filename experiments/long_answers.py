@@ -1,6 +1,6 @@
 """(f) Long answers, where the paper's band comes near drift and noise: does the picture of short ones turn?
 
-Answers of 324 to 860 tokens (insertion sort written out) on a tiny dense model and a tiny mixture of experts, at a
+Answers of 336 to 840 tokens (additions written out) on a tiny dense model and a tiny mixture of experts, at a
 healthy and a stressed learning rate.
 """
 
@@ -37,7 +37,7 @@ def draw(results: Results, path: Path) -> None:
     from experiments import figures  # matplotlib
 
     columns = [(f"{model} ", f" {rate}") for model in ("moe", "dense") for rate in RATES]
-    figure, axes = figures.grid(4, len(columns), "Answers of 324 to 860 tokens")
+    figure, axes = figures.grid(4, len(columns), "Answers of 336 to 840 tokens")
     metrics = ("reward", "clip_tokens", "std_log_s", "grad_norm_max")
     figures.panels(axes, results, columns, metrics, lambda arm: arm.split()[1])
     figures.save(figure, path)
@@ -46,7 +46,7 @@ def draw(results: Results, path: Path) -> None:
 COLUMNS = {
     "held-out accuracy, sampled": final("sampled_accuracy"),
     "greedy": final("greedy_accuracy"),
-    "reward, last ten iterations": late("reward"),
+    "reward, last five iterations": late("reward", 5),
     "collapsed": collapsed,
     "largest gradient norm": largest("grad_norm_max"),
     "tokens clipped, %": moved("clip_tokens", 100),

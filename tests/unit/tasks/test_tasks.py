@@ -49,7 +49,7 @@ def test_the_worked_solution_is_fully_right_and_junk_is_not(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "shortest", "longest"),
-    [("sort_letters", 8, 16), ("insertion_sort_long", 323, 859), ("repeated_addition_long", 359, 890)],
+    [("sort_letters", 8, 16), ("insertion_sort", 43, 118), ("repeated_addition_long", 335, 839)],
 )
 def test_how_long_answers_get(name: str, shortest: int, longest: int) -> None:
     lengths = [len(prompt.columns["solution"]) for prompt in BuiltinSource(BUILTIN[name], 0).take(400)]
@@ -58,15 +58,16 @@ def test_how_long_answers_get(name: str, shortest: int, longest: int) -> None:
 
 def test_worked_solutions_are_right_work() -> None:
     """Checked by other means than the tasks use."""
-    for prompt in BuiltinSource(BUILTIN["insertion_sort_long"], 0).take(20):
+    for prompt in BuiltinSource(BUILTIN["insertion_sort"], 0).take(20):
         given = prompt.columns["solution"].splitlines()
         asked = str(prompt.content).split()[-1]
         assert all(sorted(line) == list(line) and set(line) == set(asked[: n + 1]) for n, line in enumerate(given))
     for prompt in BuiltinSource(BUILTIN["repeated_addition"], 0).take(20):
-        a, b = (int(word) for word in re.findall(r"\d+", str(prompt.content)))
-        rows = [line.split() for line in prompt.columns["solution"].splitlines()]
-        assert [int(count) for count, _ in rows] == list(range(1, b + 1)) and int(rows[-1][1]) == a * b
-        assert len({len(row[1]) for row in rows}) == 1
+        times, _, step, start = re.findall(r"\d+", str(prompt.content).removeprefix("go on to 00: "))
+        rows = [re.split("[ +=]", line) for line in prompt.columns["solution"].splitlines()]
+        assert [int(row[0]) for row in rows] == list(range(int(times)))[::-1] and {row[2] for row in rows} == {step}
+        assert [row[1] for row in rows] == [start, *(row[3] for row in rows[:-1])]
+        assert int(rows[-1][3][::-1]) == (int(start[::-1]) + int(step[::-1]) * int(times)) % 1000
 
 
 def test_part_of_the_work_is_part_of_the_reward() -> None:

@@ -50,8 +50,9 @@ def draw(results: Results, path: Path) -> None:
         for row, metric in enumerate(("clip_tokens", "clip_sequences")):
             values = {arm.split(" ", 1)[1].removesuffix(ends): [moved(metric)(record) or 0.0 for record in records]
                       for arm, records in chosen.items()}  # fmt: skip
-            axes[row][column].set_yscale("symlog", linthresh=1e-4)
             figures.points(axes[row][column], values, figures.COLOURS)
+            axes[row][column].set_yscale("symlog", linthresh=1e-4)
+            axes[row][column].set_ylim(0, 1)
             axes[row][column].set_title(f"{metric}, {length} answers, lr {rate:g}", fontsize=8)
     figures.save(figure, path)
 

@@ -49,7 +49,7 @@ def test_the_worked_solution_is_fully_right_and_junk_is_not(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "shortest", "longest"),
-    [("sort_letters", 8, 16), ("insertion_sort", 43, 118), ("repeated_addition_long", 335, 839)],
+    [("sort_letters", 8, 16), ("insertion_sort", 43, 118), ("fibonacci_long", 335, 839)],
 )
 def test_how_long_answers_get(name: str, shortest: int, longest: int) -> None:
     lengths = [len(prompt.columns["solution"]) for prompt in BuiltinSource(BUILTIN[name], 0).take(400)]
@@ -62,16 +62,16 @@ def test_worked_solutions_are_right_work() -> None:
         given = prompt.columns["solution"].splitlines()
         asked = str(prompt.content).split()[-1]
         assert all(sorted(line) == list(line) and set(line) == set(asked[: n + 1]) for n, line in enumerate(given))
-    for prompt in BuiltinSource(BUILTIN["repeated_addition"], 0).take(20):
-        times, _, step, start = re.findall(r"\d+", str(prompt.content).removeprefix("go on to 00: "))
-        rows = [re.split("[ +=]", line) for line in prompt.columns["solution"].splitlines()]
-        assert [int(row[0]) for row in rows] == list(range(int(times)))[::-1] and {row[2] for row in rows} == {step}
-        assert [row[1] for row in rows] == [start, *(row[3] for row in rows[:-1])]
-        assert int(rows[-1][3][::-1]) == (int(start[::-1]) + int(step[::-1]) * int(times)) % 1000
+    for prompt in BuiltinSource(BUILTIN["fibonacci"], 0).take(20):
+        lines = [str(prompt.content).removeprefix("go on to 00: "), *prompt.columns["solution"].splitlines()]
+        rows = [[int(word[::-1]) for word in re.split("[ +=]", line)] for line in lines]
+        assert [line[:2] for line in lines] == [f"{left:02d}" for left in range(len(lines))][::-1]
+        assert all((a + b - c) % 100 == 0 for _, a, b, c in rows)
+        assert [(a, b) for _, a, b, _ in rows[1:]] == [(b, c) for _, _, b, c in rows[:-1]]
 
 
 def test_part_of_the_work_is_part_of_the_reward() -> None:
-    for name in ("insertion_sort", "repeated_addition"):
+    for name in ("insertion_sort", "fibonacci"):
         task, prompt = BUILTIN[name], BuiltinSource(BUILTIN[name], 0).take(1)[0]
         lines = prompt.columns["solution"].splitlines()
         wrong = [*lines[:3], lines[3][::-1] + "x", *lines[4:]]

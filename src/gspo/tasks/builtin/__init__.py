@@ -16,8 +16,8 @@ from typing import Any
 from gspo.errors import ConfigError
 from gspo.tasks.builtin import (
     addition,
+    fibonacci,
     insertion_sort,
-    repeated_addition,
     running_total,
     sort_letters,
     sort_words,
@@ -71,8 +71,8 @@ BUILTIN: Mapping[str, BuiltinTask] = {
         BuiltinTask("sort_letters", sort_letters.make, (sort_letters.correct,), (1.0,)),
         BuiltinTask("running_total", running_total.make, (running_total.correct, right_lines), (0.7, 0.3)),
         _worked("insertion_sort", insertion_sort, 8, 14),
-        _worked("repeated_addition", repeated_addition, 5, 15),
-        _worked("repeated_addition_long", repeated_addition, 24, 60),
+        _worked("fibonacci", fibonacci, 5, 15),
+        _worked("fibonacci_long", fibonacci, 28, 70),
         BuiltinTask("vowels", vowels.make, (vowels.correct, vowels.share), (0.2, 0.8)),
     )
 }

@@ -64,9 +64,9 @@ def test_worked_solutions_are_right_work() -> None:
         assert all(sorted(line) == list(line) and set(line) == set(asked[: n + 1]) for n, line in enumerate(given))
     for prompt in BuiltinSource(BUILTIN["fibonacci"], 0).take(20):
         lines = [str(prompt.content).removeprefix("go on to 00: "), *prompt.columns["solution"].splitlines()]
-        rows = [[int(word[::-1]) for word in re.split("[ +=]", line)] for line in lines]
+        rows = [[int(word) for word in re.split("[ +=]", line)] for line in lines]
         assert [line[:2] for line in lines] == [f"{left:02d}" for left in range(len(lines))][::-1]
-        assert all((a + b - c) % 100 == 0 for _, a, b, c in rows)
+        assert all((a + b - c) % 10 == 0 and (a // 10 + b // 10 - c // 10) % 10 == 0 for _, a, b, c in rows)
         assert [(a, b) for _, a, b, _ in rows[1:]] == [(b, c) for _, _, b, c in rows[:-1]]
 
 
